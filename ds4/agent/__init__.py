@@ -1,0 +1,1 @@
+"""The local coding agent: loop, tools, compaction, sessions, terminal."""

@@ -1,0 +1,1 @@
+"""Model files, tokenizer, sampler, Engine and Session: the Python face of native/."""

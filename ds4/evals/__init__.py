@@ -1,0 +1,1 @@
+"""Capability regression: cases, extractors, runner, TUI."""

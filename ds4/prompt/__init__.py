@@ -1,0 +1,1 @@
+"""Conversation types and one renderer per model syntax."""

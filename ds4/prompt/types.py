@@ -1,0 +1,88 @@
+"""A conversation, whatever dialect it came in, and the rendered prompt that a tokenizer takes.
+
+Renderers emit segments: literal text, or the name of a special token. Text is encoded without the added
+vocabulary, so no user, system or tool text can produce a special token (decision D2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call in the history. `arguments` is JSON text as the client sent it; `raw` is the sampled block if known."""
+
+    id: str
+    name: str
+    arguments: str
+    raw: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. `content` is text with image markers; `reasoning` the thinking text of an assistant turn."""
+
+    role: Role
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A callable tool: its name and its schema as canonical JSON text (one line)."""
+
+    name: str
+    schema: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Everything that decides the prompt. `effort`: none, low, medium, high, max or a level 0..100."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    effort: str | int = "high"
+    continue_final: bool = False
+    """The last message is an assistant turn to go on with (prefill), not a finished one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A special token by its text, such as `<|im_start|>`."""
+
+    text: str
+
+
+Segment = str | Special
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """Segments of a prompt. `thinking` says that generation starts inside an open reasoning block."""
+
+    segments: tuple[Segment, ...]
+    thinking: bool = False
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def text(self) -> str:
+        """The prompt as one string, for people and traces."""
+        return "".join(s if isinstance(s, str) else s.text for s in self.segments)
+
+
+class Renderer(Protocol):
+    """Draws a conversation, and the live tail after tool results, in one model syntax."""
+
+    syntax: str
+    """Name of the syntax: also selects the output parser's dialect."""
+
+    def render(self, conversation: Conversation) -> RenderedPrompt: ...
+    def render_tail(self, messages: Sequence[Message], conversation: Conversation) -> RenderedPrompt:
+        """What follows a live assistant turn: its end mark, `messages` (tool results, user turns), the header."""
