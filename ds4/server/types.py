@@ -1,0 +1,147 @@
+"""What passes between the event loop and the engine thread: a request going in, events coming out.
+
+`api/*` builds a `GenerationRequest` (all validation is done by then: the prompt is rendered, tokenised and fits the
+context). The scheduler turns it into events; `api/*` turns events into its dialect's JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ds4.engine.types import SamplingParams, TokenLogprobs
+
+Dialect = Literal["chat", "completions", "responses", "messages"]
+
+FinishReason = Literal["stop", "length", "tool_calls", "error", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One generation, dialect-neutral.
+
+    `prompt_tokens` is never longer than the context less one. `max_tokens` is already clamped to what fits (0 means
+    evaluate the prompt only). `stop` are byte strings, matched in the raw generated text. `key` is the prompt as cache
+    key bytes (decision D2: a special token is 0xFF and its id).
+    """
+
+    id: str
+    dialect: Dialect
+    model: str
+    prompt_tokens: tuple[int, ...]
+    key: bytes
+    sampling: SamplingParams
+    max_tokens: int
+    stop: tuple[bytes, ...] = ()
+    ignore_eos: bool = False
+    syntax: str = "chatml"
+    """Dialect of the output parser (`_dsml`)."""
+    thinking: bool = False
+    """The prompt ends inside an open reasoning block."""
+    tools: bool = False
+    """Tool calls are looked for in the output."""
+    tool_schemas: tuple[tuple[str, str], ...] = ()
+    """(name, canonical schema) of the callable tools: types of GLM and Qwen arguments."""
+    echo_text: bytes = b""
+    created: float = 0.0
+    """`time.monotonic()` when the request's last byte arrived."""
+
+
+# ---- events, in the order in which one generation may produce them ---------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The job has a slot. `cached_tokens` of the prompt need no evaluation (D11)."""
+
+    slot: int
+    reuse: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """Prompt tokens evaluated so far, of those not cached."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A fragment of the call's arguments as JSON text; the fragments together are one JSON object."""
+
+    index: int
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnd:
+    index: int
+    raw: bytes
+    """The exact sampled block, for tool memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """Sent only when log-probabilities were asked for, before the text that the token completes."""
+
+    token: int
+    data: bytes
+    logprobs: TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The normal end. `stop` is the client's stop string that matched, `timings` are seconds."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    cache_write_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int = 0
+    stop: bytes | None = None
+    ttft: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine failed or the server shuts down; nothing follows. `status` is the HTTP status if none was sent."""
+
+    message: str
+    status: int = 500
+    details: dict[str, object] = field(default_factory=dict)
+
+
+Event = (
+    Started
+    | PrefillProgress
+    | ReasoningDelta
+    | ContentDelta
+    | ToolCallStart
+    | ToolCallDelta
+    | ToolCallEnd
+    | SampledToken
+    | Finish
+    | Failed
+)
