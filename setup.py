@@ -27,7 +27,15 @@ MACHINE = platform.machine().lower()
 X86 = MACHINE in ("x86_64", "amd64")
 
 SANITIZE = os.environ.get("DS4_SANITIZE", "")
-CXX_FLAGS = ["-std=c++20", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"]
+CXX_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-parameter",
+    "-ffp-contract=off",
+]
 C_FLAGS = ["-O3", "-Wno-unused-function"]
 LINK_FLAGS: list[str] = ["-pthread"]
 if SANITIZE:
@@ -87,7 +95,9 @@ class BuildExt(build_ext):
         compiler = self.compiler
         compile_one = compiler._compile
 
-        def with_isa_flags(obj: str, src: str, ext: str, cc_args: Any, extra: list[str], pp_opts: Any) -> None:
+        def with_isa_flags(
+            obj: str, src: str, ext: str, cc_args: Any, extra: list[str], pp_opts: Any
+        ) -> None:
             flags = [f for suffix, fs in ISA_FLAGS.items() if Path(src).stem.endswith(suffix) for f in fs]
             compile_one(obj, src, ext, cc_args, [*extra, *flags], pp_opts)
 

@@ -1,12 +1,12 @@
 // The closed list of operations that a backend implements. Model files (native/model/) call nothing else.
 //
-// Shapes are written [rows, columns]. T is the number of token rows of one step: the rows of all sessions of the
-// step, one after the other. All activations are f32.
+// Shapes are written [rows, columns]. T is the number of token rows of one step: the rows of all sessions of
+// the step, one after the other. All activations are f32.
 //
 // Exactness contract, on every backend: output row t of every operation depends on input row t (and, for
-// attention, on the state of its own session) and on nothing else, bit for bit. Not on T, not on the other rows,
-// not on the number of threads. So the order of every reduction is a function of the operation's own shape and of
-// absolute positions only.
+// attention, on the state of its own session) and on nothing else, bit for bit. Not on T, not on the other
+// rows, not on the number of threads. So the order of every reduction is a function of the operation's own
+// shape and of absolute positions only.
 //
 // Aliasing: an output may alias an input only where the comment says "in place".
 #pragma once
@@ -43,7 +43,8 @@ enum class WeightUse {
   TiedHead,   // row look-up and y = W x
 };
 
-// ---- session state -------------------------------------------------------------------------------------------
+// ---- session state
+// -------------------------------------------------------------------------------------------
 
 enum class StateKind {
   Append,     // one row every `ratio` tokens; any truncation is exact
@@ -54,29 +55,33 @@ enum class StateKind {
 
 // One buffer of a session, declared by the family. Save, load, fork and rewind follow from the list.
 struct StateSpec {
-  std::string name;       // "k.0", "v.0", ...: unique in the list, written into checkpoints
+  std::string name;  // "k.0", "v.0", ...: unique in the list, written into checkpoints
   StateKind kind = StateKind::Append;
-  DType type = DType::F16;  // element type of the payload; a backend may compute in another layout, not in less
-  int64_t heads = 1;      // a row is heads * width elements
+  DType type =
+      DType::F16;     // element type of the payload; a backend may compute in another layout, not in less
+  int64_t heads = 1;  // a row is heads * width elements
   int64_t width = 0;
-  int64_t ratio = 1;      // Append: tokens per row
-  int64_t capacity = 0;   // Ring: rows; Recurrent, Counter: rows of the fixed buffer
+  int64_t ratio = 1;     // Append: tokens per row
+  int64_t capacity = 0;  // Ring: rows; Recurrent, Counter: rows of the fixed buffer
   int64_t row_elements() const { return heads * width; }
 };
 
-// The buffers of one session in the backend's memory and layout. Grows with use: a state of capacity C that holds
-// n tokens occupies memory for about n tokens.
+// The buffers of one session in the backend's memory and layout. Grows with use: a state of capacity C that
+// holds n tokens occupies memory for about n tokens.
 class State {
  public:
   virtual ~State() = default;
   virtual int64_t capacity() const = 0;  // tokens
-  // Makes room for `tokens` tokens (<= capacity). Called before a step; throws std::bad_alloc and changes nothing.
+  // Makes room for `tokens` tokens (<= capacity). Called before a step; throws std::bad_alloc and changes
+  // nothing.
   virtual void reserve(int64_t tokens) = 0;
   // Forgets rows beyond `tokens`. For Append buffers exact; the session decides for the other kinds.
   virtual void truncate(int64_t tokens) = 0;
-  // Becomes equal to `other` cut to `tokens` tokens. Same backend, same specs. May share memory copy-on-write.
+  // Becomes equal to `other` cut to `tokens` tokens. Same backend, same specs. May share memory
+  // copy-on-write.
   virtual void fork_from(const State& other, int64_t tokens) = 0;
-  // Payload of buffer `index`: rows [first, first + count) as spec.type elements, row-major, heads contiguous.
+  // Payload of buffer `index`: rows [first, first + count) as spec.type elements, row-major, heads
+  // contiguous.
   virtual void export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const = 0;
   virtual void import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) = 0;
   virtual size_t resident_bytes() const = 0;
@@ -88,7 +93,8 @@ struct RowRef {
   int32_t position = 0;
 };
 
-// ---- operation parameters ------------------------------------------------------------------------------------
+// ---- operation parameters
+// ------------------------------------------------------------------------------------
 
 enum class RopeKind {
   Interleaved,  // pair i is columns (2i, 2i + 1): GGUF "NORM"
@@ -112,8 +118,8 @@ class Ops {
   virtual std::string name() const = 0;  // "cpu (avx512-vnni, 2 threads)", "reference"
 
   // ---- memory
-  // Loads `parts`, stacked along rows (q, k, v as one matrix; gate and up as one), in file type. All parts have the
-  // same cols. Throws Unsupported for a type without a kernel, naming it.
+  // Loads `parts`, stacked along rows (q, k, v as one matrix; gate and up as one), in file type. All parts
+  // have the same cols. Throws Unsupported for a type without a kernel, naming it.
   virtual std::unique_ptr<Weight> load(std::span<const MatrixView> parts, WeightUse use) = 0;
   // Scratch for one step, valid until the next `reset_scratch`. Contents undefined.
   virtual Tensor scratch(int64_t n, int64_t dim) = 0;
@@ -121,7 +127,7 @@ class Ops {
   virtual size_t scratch_bytes() const = 0;
   virtual std::unique_ptr<State> new_state(std::span<const StateSpec> specs, int64_t capacity) = 0;
   // Copies between host and backend memory; synchronous.
-  virtual void to_host(const Tensor& from, float* out) = 0;   // out: from.n * from.dim, dense
+  virtual void to_host(const Tensor& from, float* out) = 0;  // out: from.n * from.dim, dense
   virtual void to_device(const float* from, const Tensor& to) = 0;
 
   // ---- operations
@@ -135,16 +141,18 @@ class Ops {
   virtual void linear_add(const Weight& w, Tensor x, Tensor y) = 0;
   // y = silu(G n) * (U n), n = norm(x) or x; w was loaded as SwiGLU {G, U}.      x [T, cols], y [T, rows/2]
   virtual void linear_swiglu(const Weight& w, Tensor x, const Norm* norm, Tensor y) = 0;
-  // out[t] = (cos, sin) of position[t] * freq[i], computed in f64, i < pairs.    out [T, 2 * pairs]: cos then sin
+  // out[t] = (cos, sin) of position[t] * freq[i], computed in f64, i < pairs.    out [T, 2 * pairs]: cos then
+  // sin
   virtual void rope_table(std::span<const RowRef> rows, std::span<const double> freq, Tensor out) = 0;
-  // Rotates q in place and k on its way into the state: k and v of row t are stored at rows[t].position. Rotated
-  // width is 2 * pairs (columns beyond stay). qkv [T, (Hq + 2 Hkv) * D]: q heads, then k heads, then v heads.
+  // Rotates q in place and k on its way into the state: k and v of row t are stored at rows[t].position.
+  // Rotated width is 2 * pairs (columns beyond stay). qkv [T, (Hq + 2 Hkv) * D]: q heads, then k heads, then
+  // v heads.
   virtual void rope_store(Tensor qkv, Tensor table, RopeKind kind, std::span<const RowRef> rows, KvSlots kv,
                           int64_t q_heads, int64_t kv_heads, int64_t head_dim) = 0;
   // Causal attention of row t over positions 0..rows[t].position of its own session; head h reads KV head
   // h * kv_heads / q_heads.  q [T, Hq * D] (a column view of qkv), out [T, Hq * D]
-  virtual void attention(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads, int64_t kv_heads,
-                         int64_t head_dim, float scale, Tensor out) = 0;
+  virtual void attention(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads,
+                         int64_t kv_heads, int64_t head_dim, float scale, Tensor out) = 0;
   // out[i] = x[index[i]]                                                         out [n, dim]
   virtual void gather(Tensor x, std::span<const int32_t> index, Tensor out) = 0;
 };

@@ -9,8 +9,8 @@
 
 namespace ds4 {
 
-// Element types as model files store them. The numbers are GGUF's type ids, so that a GGUF tensor header can be
-// passed through unchanged; types that GGUF does not know start at 1000.
+// Element types as model files store them. The numbers are GGUF's type ids, so that a GGUF tensor header can
+// be passed through unchanged; types that GGUF does not know start at 1000.
 enum class DType : int32_t {
   F32 = 0,
   F16 = 1,
@@ -31,8 +31,9 @@ enum class DType : int32_t {
   MXFP4 = 39,
 };
 
-// One row-major matrix in a mapped model file: `rows` rows of `cols` elements, rows contiguous and block-aligned.
-// A vector is a matrix of one row. The view does not own the bytes; the mapping must outlive its use.
+// One row-major matrix in a mapped model file: `rows` rows of `cols` elements, rows contiguous and
+// block-aligned. A vector is a matrix of one row. The view does not own the bytes; the mapping must outlive
+// its use.
 struct MatrixView {
   const void* data = nullptr;
   int64_t rows = 0;

@@ -1,0 +1,9 @@
+#include "bindings.h"
+
+namespace ds4 {
+
+void bind_engine(pybind11::module_& m) {
+  (void)m;
+}
+
+}  // namespace ds4
