@@ -95,9 +95,7 @@ class BuildExt(build_ext):
         compiler = self.compiler
         compile_one = compiler._compile
 
-        def with_isa_flags(
-            obj: str, src: str, ext: str, cc_args: Any, extra: list[str], pp_opts: Any
-        ) -> None:
+        def with_isa_flags(obj: str, src: str, ext: str, cc_args: Any, extra: list[str], pp_opts: Any) -> None:
             flags = [f for suffix, fs in ISA_FLAGS.items() if Path(src).stem.endswith(suffix) for f in fs]
             compile_one(obj, src, ext, cc_args, [*extra, *flags], pp_opts)
 

@@ -57,9 +57,8 @@ enum class StateKind {
 struct StateSpec {
   std::string name;  // "k.0", "v.0", ...: unique in the list, written into checkpoints
   StateKind kind = StateKind::Append;
-  DType type =
-      DType::F16;     // element type of the payload; a backend may compute in another layout, not in less
-  int64_t heads = 1;  // a row is heads * width elements
+  DType type = DType::F16;  // element type of the payload; a backend may compute in another layout, not in less
+  int64_t heads = 1;        // a row is heads * width elements
   int64_t width = 0;
   int64_t ratio = 1;     // Append: tokens per row
   int64_t capacity = 0;  // Ring: rows; Recurrent, Counter: rows of the fixed buffer
@@ -151,8 +150,8 @@ class Ops {
                           int64_t q_heads, int64_t kv_heads, int64_t head_dim) = 0;
   // Causal attention of row t over positions 0..rows[t].position of its own session; head h reads KV head
   // h * kv_heads / q_heads.  q [T, Hq * D] (a column view of qkv), out [T, Hq * D]
-  virtual void attention(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads,
-                         int64_t kv_heads, int64_t head_dim, float scale, Tensor out) = 0;
+  virtual void attention(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads, int64_t kv_heads,
+                         int64_t head_dim, float scale, Tensor out) = 0;
   // out[i] = x[index[i]]                                                         out [n, dim]
   virtual void gather(Tensor x, std::span<const int32_t> index, Tensor out) = 0;
 };
