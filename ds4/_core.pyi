@@ -1,0 +1,90 @@
+"""Bytes and tokens: SHA-1, incremental UTF-8, surrogate repair, stop strings, common prefixes.
+
+Token sequences are list or tuple of int, or any C-contiguous one-dimensional buffer of 4 or 8 byte integers (NumPy
+array, `array.array`, memoryview).
+"""
+
+from collections.abc import Buffer, Sequence
+from typing import final
+
+Tokens = Sequence[int] | Buffer
+
+SHA1_BACKEND: str
+"""What computes SHA-1 on this CPU: "sha-ni" or "portable"."""
+
+def sha1(data: Buffer) -> bytes:
+    """The digest of `data`, 20 bytes (FIPS 180-4)."""
+
+def sha1_hex(data: Buffer) -> str:
+    """The digest as 40 lower-case hexadecimal digits."""
+
+def sha1_tokens(tokens: Tokens) -> bytes:
+    """The digest of token ids as little-endian unsigned 32-bit words, without intermediate Python objects.
+
+    Raises TypeError for what is no token sequence, ValueError for an id outside 0 .. 2**32 - 1.
+    """
+
+@final
+class Sha1:
+    """SHA-1 in pieces. Calls on one object are serialised."""
+
+    def __init__(self, data: Buffer = b"") -> None: ...
+    def update(self, data: Buffer) -> None: ...
+    def update_tokens(self, tokens: Tokens) -> None: ...
+    def digest(self) -> bytes:
+        """The digest of everything so far; more may follow."""
+    def hexdigest(self) -> str: ...
+    def copy(self) -> Sha1: ...
+
+@final
+class Utf8Decoder:
+    """Bytes in any split in, whole code points out; the pieces together are the decoding of the bytes together.
+
+    Invalid input becomes U+FFFD, one for each maximal subpart of an ill-formed sequence (Unicode 15 section 3.9,
+    WHATWG Encoding). At most three bytes are held back.
+    """
+
+    def feed(self, data: bytes) -> str: ...
+    def finish(self) -> str:
+        """What was held back as U+FFFD ("" if nothing); the decoder starts anew."""
+    @property
+    def pending(self) -> bytes:
+        """The held back bytes."""
+
+def repair_surrogates(text: str) -> str:
+    """`text` with surrogate pairs joined and unpaired surrogates replaced by U+FFFD; itself if it has none."""
+
+@final
+class StopMatcher:
+    """Finds the first stop string in a byte stream and holds back exactly what may still become one.
+
+    The first position at which any stop string is complete decides; of those that end there the longest (which starts
+    first) counts. So the result is the same for every split of the text, and no byte after the match is needed.
+    Empty stop strings are ignored.
+    """
+
+    def __init__(self, stops: Sequence[bytes]) -> None: ...
+    def feed(self, data: bytes) -> tuple[bytes, bytes | None]:
+        """(text that no match can claim any more, the stop string that was found or None).
+
+        On a match the text ends right before it. After a match everything is swallowed and the match repeated.
+        """
+    def finish(self) -> bytes:
+        """The text still held back; b"" after a match."""
+    @property
+    def matched(self) -> bytes | None: ...
+    @property
+    def held(self) -> int:
+        """Bytes held back now."""
+
+def common_prefix(a: Buffer, b: Buffer) -> int:
+    """Length in bytes of the equal prefix."""
+
+def is_prefix(prefix: Buffer, data: Buffer) -> bool:
+    """Does `data` begin with `prefix`?"""
+
+def common_prefix_tokens(a: Tokens, b: Tokens) -> int:
+    """Length in tokens of the equal prefix; the two may be of different kinds.
+
+    Raises TypeError for what is no token sequence, OverflowError for an int of more than 64 bits.
+    """
