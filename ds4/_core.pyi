@@ -4,8 +4,10 @@ Token sequences are list or tuple of int, or any C-contiguous one-dimensional bu
 array, `array.array`, memoryview).
 """
 
-from collections.abc import Buffer, Sequence
+from collections.abc import Sequence
 from typing import final
+
+from typing_extensions import Buffer
 
 Tokens = Sequence[int] | Buffer
 

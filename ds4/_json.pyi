@@ -11,8 +11,10 @@ stays a span of the body.
         schema = tool["function"].canonical()
 """
 
-from collections.abc import Buffer, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, final, overload
+
+from typing_extensions import Buffer
 
 Kind = Literal["object", "array", "str", "int", "float", "bool", "null"]
 

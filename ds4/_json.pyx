@@ -1,0 +1,964 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, freethreading_compatible=True
+"""Request JSON: one strict pass over the body, then views into it; canonical text and stream chunks straight to bytes.
+
+    body   {"model":"m","messages":[{"role":"user","content":"h\\u00e9"}],"tools":[...]}
+             |                        |
+    tape   [ {  "model" "m" "messages" [ { "role" "user" "content" "h.." } ] "tools" [ ... ] }      native/text/json_tape.h
+             ^                         ^
+    Node   (tape, word, parent)     root["messages"]
+
+Invariants
+
+* `parse` returns only if every byte of the body was seen and found right: RFC 8259, UTF-8 (Unicode 15, table 3-7), at
+  most 256 nested containers. So no getter can meet a syntax error, and whatever is copied from the body is valid JSON.
+* The tape is at most 16/3 times the body, scanning is linear, and the work for each 64 bytes of a string does not
+  depend on what they are. Looking up a member of an object with more than 32 members builds an index once.
+* A node keeps the tape, the tape keeps the body. Body and tape never change after `parse`.
+* Strings that come out hold no surrogates.
+
+Free-threaded Python: nodes and their tape are immutable; the one lazily made thing, the index of a large object, is
+made inside the node's critical section. So any number of threads may read one document. `use_isa` is for tests and
+must not run beside other calls.
+"""
+
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.float cimport PyFloat_AS_DOUBLE
+from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
+from cpython.object cimport PyObject
+from cpython.unicode cimport PyUnicode_Check, PyUnicode_DecodeUTF8
+from libc.math cimport isfinite
+from libc.stdint cimport INT64_MAX, INT64_MIN, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free
+from libc.string cimport memchr, memcmp, memcpy
+
+
+cdef extern from "Python.h":
+    object PyUnicode_New(Py_ssize_t size, Py_UCS4 maxchar)
+    void* PyUnicode_DATA(object o)
+    int PyUnicode_KIND(object o)
+    Py_ssize_t PyUnicode_GET_LENGTH(object o)
+    bint PyUnicode_IS_ASCII(object o)
+    const char* PyUnicode_AsUTF8AndSize(object o, Py_ssize_t* size) except NULL
+    double PyOS_string_to_double(const char* s, char** end, PyObject* overflow) except? -1.0
+
+
+cdef extern from "../native/text/json.h" nogil:
+    enum:
+        DS4_JSON_MAX_DEPTH
+        DS4_ESCAPED
+        DS4_FLOAT
+        DS4_JSON_N_ISA
+        DS4_JSON_SIZE
+        DS4_JSON_MEMORY
+    int64_t DS4_JSON_MAX_BYTES
+
+    ctypedef struct ds4_json_frame:
+        uint32_t word
+        uint32_t count
+        uint32_t name
+        int is_object
+
+    ctypedef struct ds4_json_tape:
+        const uint8_t* body
+        int64_t size
+        uint64_t* words
+        int64_t n
+        int64_t capacity
+        int64_t steps
+        int error
+        int64_t error_at
+        int depth
+        ds4_json_frame* frames
+
+    ctypedef struct ds4_json_kernels:
+        const char* name
+        int (*scan)(ds4_json_tape*) noexcept nogil
+        void (*decode1)(const uint8_t*, const uint8_t*, uint8_t*, int64_t) noexcept nogil
+        void (*decode2)(const uint8_t*, const uint8_t*, uint16_t*, int64_t) noexcept nogil
+        void (*decode4)(const uint8_t*, const uint8_t*, uint32_t*, int64_t) noexcept nogil
+        int64_t (*escaped_size)(const uint8_t*, int64_t) noexcept nogil
+
+    const ds4_json_kernels* ds4_json_all
+    bint ds4_json_supported(int index)
+    const char* ds4_json_message(int error)
+    int64_t ds4_tape_start(const uint64_t* w)
+    int64_t ds4_tape_second(const uint64_t* w)
+    unsigned ds4_tape_flags(const uint64_t* w)
+    int64_t ds4_tape_next(const uint8_t* body, const uint64_t* words, int64_t at)
+    int64_t ds4_tape_end(const uint8_t* body, const uint64_t* words, int64_t at)
+    uint8_t* ds4_put_escaped(uint8_t* out, uint32_t c, int all)
+    uint8_t* ds4_json_print(const ds4_json_tape* t, int64_t at, int canonical, uint8_t* out)
+
+
+MAX_DEPTH = DS4_JSON_MAX_DEPTH
+
+cdef enum:
+    LONG_WORK = 32768   # bytes from which the GIL is given up: about 5 us of scanning
+    INDEX_FROM = 32     # members from which an object gets an index
+
+cdef const ds4_json_kernels* kernels = NULL
+
+
+def use_isa(str name):
+    global kernels
+    cdef int i
+    cdef object before = None if kernels == NULL else kernels.name.decode()
+    cdef const ds4_json_kernels* found = NULL
+    for i in range(DS4_JSON_N_ISA):
+        if ds4_json_supported(i) and (name == "auto" or ds4_json_all[i].name == name.encode()):
+            found = &ds4_json_all[i]
+    if found == NULL:
+        raise ValueError(f"instruction set {name!r} is not one that this CPU has")
+    kernels = found
+    return before
+
+
+use_isa("auto")
+
+
+class JSONError(ValueError):
+    def __init__(self, message, path="$", offset=0, syntax=False):
+        self.message = message
+        self.path = path
+        self.offset = offset
+        self.syntax = syntax
+        place = "" if path == "$" else f" (`{path}`)"
+        super().__init__(
+            f"JSON is malformed: {message}, at byte {offset}{place}" if syntax else f"{message} - at `{path}`"
+        )
+
+    def __reduce__(self):
+        return JSONError, (self.message, self.path, self.offset, self.syntax)
+
+    @property
+    def param(self):
+        if self.path == "$":
+            return None
+        return self.path[2:] if self.path.startswith("$.") else self.path[1:]
+
+
+# ---- the tape and what is read from it -------------------------------------------------------------------------
+
+
+@cython.final
+@cython.internal
+cdef class Tape:
+    cdef bytes body
+    cdef ds4_json_tape t
+
+    def __dealloc__(self):
+        free(self.t.words)
+
+
+cdef object step_of(object key):
+    """One step of a path: `.name`, `["odd name"]` or `[3]`."""
+    if isinstance(key, int):
+        return f"[{key}]"
+    if len(key) > 64:
+        key = key[:64] + "…"
+    if key.isascii() and key.isidentifier():
+        return "." + key
+    return '["' + escape(key).decode() + '"]'
+
+
+cdef str join_path(list steps):
+    """`$` and the steps; of more than 32 only both ends, so that no message grows with the nesting."""
+    if len(steps) > 32:
+        steps = [*steps[:16], "…", *steps[-16:]]
+    return "$" + "".join(steps)
+
+
+cdef object error_path(Tape tape):
+    """Path to where the scanner stopped, from the containers that were open."""
+    cdef int i
+    cdef ds4_json_frame* f
+    parts = []
+    for i in range(tape.t.depth):
+        f = &tape.t.frames[i]
+        if not f.is_object:
+            parts.append(f"[{f.count}]")
+        elif f.name:
+            parts.append(step_of(string_at(tape, f.name)))
+    return join_path(parts)
+
+
+cdef Tape scan(object data):
+    """Scans a body; raises JSONError."""
+    cdef Tape tape = Tape.__new__(Tape)
+    if type(data) is bytes:
+        tape.body = data
+    elif isinstance(data, str):
+        tape.body = utf8(data)
+    else:
+        with memoryview(data) as view:
+            tape.body = view.tobytes()
+    cdef Py_ssize_t size = PyBytes_GET_SIZE(tape.body)
+    if size > DS4_JSON_MAX_BYTES:
+        raise JSONError(ds4_json_message(DS4_JSON_SIZE).decode(), "$", DS4_JSON_MAX_BYTES, True)
+    tape.t.body = <const uint8_t*>PyBytes_AS_STRING(tape.body)
+    tape.t.size = size
+    if size >= LONG_WORK:
+        with nogil:
+            kernels.scan(&tape.t)
+    else:
+        kernels.scan(&tape.t)
+    if tape.t.error:
+        if tape.t.error == DS4_JSON_MEMORY:
+            raise MemoryError
+        raise JSONError(ds4_json_message(tape.t.error).decode(), error_path(tape), tape.t.error_at, True)
+    return tape
+
+
+cdef object string_at(Tape tape, int64_t at):
+    """The string whose first word is `at`."""
+    cdef const uint64_t* w = tape.t.words + at
+    cdef const uint8_t* p = tape.t.body + ds4_tape_start(w) + 1
+    cdef int64_t size = ds4_tape_second(w) - 2
+    cdef int64_t chars
+    cdef unsigned width
+    cdef void* data
+    if size == 0:
+        return ""
+    if ds4_tape_flags(w) == 0:
+        text = PyUnicode_New(size, 0x7F)
+        memcpy(PyUnicode_DATA(text), p, size)
+        return text
+    chars = w[1] & 0xFFFFFFFFu
+    width = <unsigned>(w[1] >> 32)
+    if width < 2:
+        text = PyUnicode_New(chars, 0xFF if width else 0x7F)
+        data = PyUnicode_DATA(text)
+        kernels.decode1(p, p + size, <uint8_t*>data, chars)
+    elif width == 2:
+        text = PyUnicode_New(chars, 0xFFFF)
+        data = PyUnicode_DATA(text)
+        kernels.decode2(p, p + size, <uint16_t*>data, chars)
+    else:
+        text = PyUnicode_New(chars, 0x10FFFF)
+        data = PyUnicode_DATA(text)
+        kernels.decode4(p, p + size, <uint32_t*>data, chars)
+    return text
+
+
+cdef int small_int(const uint8_t* p, int64_t size, int64_t* value) noexcept nogil:
+    """An integer literal of at most 18 digits; 0 if it has more."""
+    cdef bint negative = p[0] == c"-"
+    cdef int64_t v = 0
+    cdef int64_t i
+    if size - negative > 18:
+        return 0
+    for i in range(negative, size):
+        v = v * 10 + (p[i] - c"0")
+    value[0] = -v if negative else v
+    return 1
+
+
+cdef object int_at(Tape tape, int64_t at):
+    """An integer literal as int, None if it has more digits than Python converts."""
+    cdef const uint64_t* w = tape.t.words + at
+    cdef const uint8_t* p = tape.t.body + ds4_tape_start(w)
+    cdef int64_t value
+    if small_int(p, ds4_tape_second(w), &value):
+        return value
+    try:
+        return int(PyBytes_FromStringAndSize(<const char*>p, ds4_tape_second(w)))
+    except ValueError:
+        return None
+
+
+cdef double float_at(Tape tape, int64_t at) except? -1.0:
+    """A number as the nearest double, infinite if it is too large."""
+    cdef const uint64_t* w = tape.t.words + at
+    cdef const char* p = <const char*>tape.t.body + ds4_tape_start(w)
+    cdef char* end
+    # What follows a number in valid JSON ends it for this function too: white space, comma, bracket or the final 0.
+    return PyOS_string_to_double(p, &end, NULL)
+
+
+cdef object load(Tape tape, int64_t* at, Node here):
+    """The value at `at` as Python objects; moves `at` behind it. Nesting is bounded by the scanner."""
+    cdef const uint64_t* w = tape.t.words + at[0]
+    cdef uint8_t first = tape.t.body[ds4_tape_start(w)]
+    cdef int64_t word = at[0]
+    cdef int64_t last
+    cdef double real
+    if first == c'"':
+        at[0] = ds4_tape_next(tape.t.body, tape.t.words, word)
+        return string_at(tape, word)
+    if first == c"{":
+        last = ds4_tape_second(w)
+        at[0] += 2
+        members = {}
+        while at[0] < last:
+            name = string_at(tape, at[0])
+            at[0] = ds4_tape_next(tape.t.body, tape.t.words, at[0])
+            members[name] = load(tape, at, here)
+        return members
+    if first == c"[":
+        last = ds4_tape_second(w)
+        at[0] += 2
+        elements = []
+        while at[0] < last:
+            elements.append(load(tape, at, here))
+        return elements
+    at[0] += 1
+    if first == c"t":
+        return True
+    if first == c"f":
+        return False
+    if first == c"n":
+        return None
+    if ds4_tape_flags(w) & DS4_FLOAT:
+        real = float_at(tape, word)
+        if isfinite(real):
+            return real
+    else:
+        value = int_at(tape, word)
+        if value is not None:
+            return value
+    raise JSONError("Number out of range", here.path_to(word), ds4_tape_start(w))
+
+
+cdef bint all_finite(Tape tape, int64_t at, int64_t last) except -1:
+    """Are all numbers in these words finite as doubles? Without exponent, 308 digits always are."""
+    cdef const uint64_t* w
+    cdef const uint8_t* p
+    cdef int64_t size
+    while at < last:
+        w = tape.t.words + at
+        p = tape.t.body + ds4_tape_start(w)
+        if p[0] == c"{" or p[0] == c"[":
+            at += 2
+            continue
+        if p[0] == c"-" or c"0" <= p[0] <= c"9":
+            size = ds4_tape_second(w)
+            if size > 300 or memchr(p, c"e", size) != NULL or memchr(p, c"E", size) != NULL:
+                if not isfinite(float_at(tape, at)):
+                    return False
+        at = ds4_tape_next(tape.t.body, tape.t.words, at)
+    return True
+
+
+cdef object decode_valid(const uint8_t* p, int64_t size):
+    """Valid UTF-8 as str."""
+    return PyUnicode_DecodeUTF8(<const char*>p, size, NULL)
+
+
+cdef object printed(Tape tape, int64_t at, bint canonical_form, tuple drop):
+    """The value's text in one of the two forms, without the members of the object that `drop` names."""
+    cdef int64_t last = ds4_tape_next(tape.t.body, tape.t.words, at)
+    cdef int64_t start = ds4_tape_start(tape.t.words + at)
+    cdef int64_t size = ds4_tape_end(tape.t.body, tape.t.words, at) - start
+    cdef bint is_object = tape.t.body[start] == c"{"
+    cdef bint first = True
+    cdef int64_t word, value
+    cdef uint8_t* out
+    cdef uint8_t* end
+    if canonical_form and not all_finite(tape, at, last):
+        return decode_valid(tape.t.body + start, size)
+    out = <uint8_t*>PyMem_RawMalloc(size + (last - at) + 8)
+    if out == NULL:
+        raise MemoryError
+    try:
+        if drop and is_object:
+            end = out
+            end[0] = c"{"
+            end += 1
+            word = at + 2
+            while word < last:
+                value = ds4_tape_next(tape.t.body, tape.t.words, word)
+                if string_at(tape, word) not in drop:
+                    if not first:
+                        end[0] = c","
+                        end[1] = c" "
+                        end += 1 + canonical_form
+                    first = False
+                    end = ds4_json_print(&tape.t, word, canonical_form, end)
+                    end[0] = c":"
+                    end[1] = c" "
+                    end += 1 + canonical_form
+                    end = ds4_json_print(&tape.t, value, canonical_form, end)
+                word = ds4_tape_next(tape.t.body, tape.t.words, value)
+            end[0] = c"}"
+            end += 1
+        elif size >= LONG_WORK:
+            with nogil:
+                end = ds4_json_print(&tape.t, at, canonical_form, out)
+        else:
+            end = ds4_json_print(&tape.t, at, canonical_form, out)
+        return decode_valid(out, end - out)
+    finally:
+        PyMem_RawFree(out)
+
+
+# ---- nodes -----------------------------------------------------------------------------------------------------
+
+
+cdef object kind_of(Tape tape, int64_t at):
+    cdef const uint64_t* w = tape.t.words + at
+    cdef uint8_t first = tape.t.body[ds4_tape_start(w)]
+    if first == c'"':
+        return "str"
+    if first == c"{":
+        return "object"
+    if first == c"[":
+        return "array"
+    if first == c"t" or first == c"f":
+        return "bool"
+    if first == c"n":
+        return "null"
+    return "float" if ds4_tape_flags(w) & DS4_FLOAT else "int"
+
+
+cdef Node make_node(Tape tape, int64_t at, Node parent):
+    cdef Node node = Node.__new__(Node)
+    node.tape = tape
+    node.at = at
+    node.parent = parent
+    return node
+
+
+@cython.final
+@cython.freelist(64)
+cdef class Node:
+    cdef Tape tape
+    cdef Node parent
+    cdef dict index     # member name -> word of its last value; only for large objects
+    cdef int64_t at
+
+    def __init__(self):
+        raise TypeError("nodes are made by parse()")
+
+    def __repr__(self):
+        return f"<Node {kind_of(self.tape, self.at)} at {self.path}>"
+
+    # -- place
+
+    @property
+    def kind(self):
+        return kind_of(self.tape, self.at)
+
+    @property
+    def is_null(self):
+        return self.first() == c"n"
+
+    @property
+    def path(self):
+        cdef Node node = self
+        parts = []
+        while node.parent is not None:
+            parts.append(step_of(node.parent.key_of(node.at)))
+            node = node.parent
+        return join_path(parts[::-1])
+
+    @property
+    def start(self):
+        return ds4_tape_start(self.tape.t.words + self.at)
+
+    @property
+    def end(self):
+        return ds4_tape_end(self.tape.t.body, self.tape.t.words, self.at)
+
+    @property
+    def raw(self):
+        cdef int64_t start = ds4_tape_start(self.tape.t.words + self.at)
+        cdef int64_t end = ds4_tape_end(self.tape.t.body, self.tape.t.words, self.at)
+        return PyBytes_FromStringAndSize(<const char*>self.tape.t.body + start, end - start)
+
+    @property
+    def steps(self):
+        return self.tape.t.steps
+
+    cdef inline uint8_t first(self) noexcept:
+        return self.tape.t.body[ds4_tape_start(self.tape.t.words + self.at)]
+
+    cdef object key_of(self, int64_t word):
+        """Name or position of the child whose value is at `word`."""
+        cdef int64_t at = self.at + 2
+        cdef int64_t name
+        cdef Py_ssize_t i = 0
+        cdef bint is_object = self.first() == c"{"
+        while True:
+            name = at
+            if is_object:
+                at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
+            if at == word:
+                return string_at(self.tape, name) if is_object else i
+            at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
+            i += 1
+
+    cdef object path_to(self, int64_t word):
+        """Path of the value at `word` somewhere below this node."""
+        cdef Node node = self
+        cdef int64_t at, next_at
+        cdef bint is_object
+        while node.at != word:
+            at = node.at + 2
+            is_object = node.first() == c"{"
+            while True:
+                if is_object:
+                    at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
+                next_at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
+                if next_at > word:
+                    break
+                at = next_at
+            node = make_node(self.tape, at, node)
+        return node.path
+
+    cdef object mismatch(self, str expected):
+        return JSONError(f"Expected `{expected}`, got `{kind_of(self.tape, self.at)}`", self.path, self.start)
+
+    def error(self, str message not None):
+        return JSONError(message, self.path, self.start)
+
+    # -- objects and arrays
+
+    cdef int64_t find(self, str name) except -2:
+        """Word of the member's value, the last one of that name; -1 if there is none."""
+        cdef const uint8_t* body = self.tape.t.body
+        cdef const uint64_t* words = self.tape.t.words
+        cdef int64_t at = self.at + 2
+        cdef int64_t last
+        cdef int64_t found = -1
+        cdef Py_ssize_t size
+        cdef const char* wanted
+        if self.first() != c"{":
+            raise self.mismatch("object")
+        if ds4_tape_second(words + self.at + 1) > INDEX_FROM:
+            return self.members().get(name, -1)
+        try:
+            wanted = PyUnicode_AsUTF8AndSize(name, &size)
+        except UnicodeEncodeError:
+            return -1
+        last = ds4_tape_second(words + self.at)
+        while at < last:
+            if ds4_tape_flags(words + at) & DS4_ESCAPED:
+                hit = string_at(self.tape, at) == name
+                at += 2
+            else:
+                hit = ds4_tape_second(words + at) == size + 2 and not memcmp(
+                    body + ds4_tape_start(words + at) + 1, wanted, size
+                )
+                at = ds4_tape_next(body, words, at)
+            if hit:
+                found = at
+            at = ds4_tape_next(body, words, at)
+        return found
+
+    cdef dict members(self):
+        """Names to the words of their last values. Raises JSONError if this is no object."""
+        cdef int64_t at = self.at + 2
+        cdef int64_t last
+        cdef dict index
+        if self.first() != c"{":
+            raise self.mismatch("object")
+        with cython.critical_section(self):
+            if self.index is not None:
+                return self.index
+            index = {}
+            last = ds4_tape_second(self.tape.t.words + self.at)
+            while at < last:
+                name = string_at(self.tape, at)
+                at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
+                index[name] = at
+                at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
+            if len(index) > INDEX_FROM:
+                self.index = index
+            return index
+
+    cdef Node present(self, str name):
+        """The member, None if it is absent or null."""
+        cdef int64_t at = self.find(name)
+        if at < 0 or self.tape.t.body[ds4_tape_start(self.tape.t.words + at)] == c"n":
+            return None
+        return make_node(self.tape, at, self)
+
+    def __len__(self):
+        cdef uint8_t first = self.first()
+        if first != c"{" and first != c"[":
+            raise self.mismatch("array")
+        return ds4_tape_second(self.tape.t.words + self.at + 1)
+
+    def __bool__(self):
+        return True
+
+    def __contains__(self, name):
+        return self.first() == c"{" and PyUnicode_Check(name) and self.find(name) >= 0
+
+    def __getitem__(self, key):
+        cdef int64_t at
+        cdef Py_ssize_t i, n
+        if PyUnicode_Check(key):
+            at = self.find(key)
+            if at < 0:
+                raise JSONError(f"Object missing required field `{key}`", self.path, self.start)
+            return make_node(self.tape, at, self)
+        i = key
+        if self.first() != c"[":
+            raise self.mismatch("array")
+        n = ds4_tape_second(self.tape.t.words + self.at + 1)
+        if i < 0:
+            i += n
+        if not 0 <= i < n:
+            raise IndexError(f"element {key} of an array of {n}")
+        at = self.at + 2
+        while i > 0:
+            at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
+            i -= 1
+        return make_node(self.tape, at, self)
+
+    def get(self, str name not None):
+        return self.present(name)
+
+    def keys(self):
+        return list(self.members())
+
+    def items(self):
+        return [(name, make_node(self.tape, at, self)) for name, at in self.members().items()]
+
+    def __iter__(self):
+        cdef int64_t at = self.at + 2
+        cdef int64_t last
+        if self.first() != c"[":
+            raise self.mismatch("array")
+        last = ds4_tape_second(self.tape.t.words + self.at)
+        nodes = []
+        while at < last:
+            nodes.append(make_node(self.tape, at, self))
+            at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
+        return iter(nodes)
+
+    def get_object(self, str name not None):
+        cdef Node node = self.present(name)
+        return None if node is None else node.as_object()
+
+    def get_array(self, str name not None):
+        cdef Node node = self.present(name)
+        return None if node is None else node.as_array()
+
+    def get_str(self, str name not None, default=None):
+        cdef int64_t at = self.find(name)
+        cdef uint8_t first
+        if at < 0:
+            return default
+        first = self.tape.t.body[ds4_tape_start(self.tape.t.words + at)]
+        if first == c'"':
+            return string_at(self.tape, at)
+        if first == c"n":
+            return default
+        raise make_node(self.tape, at, self).mismatch("str")
+
+    def get_bool(self, str name not None, default=None):
+        cdef Node node = self.present(name)
+        return default if node is None else node.as_bool()
+
+    def get_int(self, str name not None, default=None, lo=None, hi=None):
+        cdef Node node = self.present(name)
+        return default if node is None else node.as_int(lo, hi)
+
+    def get_float(self, str name not None, default=None, lo=None, hi=None):
+        cdef Node node = self.present(name)
+        return default if node is None else node.as_float(lo, hi)
+
+    def ints(self, lo=None, hi=None):
+        cdef int64_t at = self.at + 2
+        cdef int64_t last, value
+        cdef const uint64_t* w
+        cdef int64_t low = INT64_MIN if lo is None else lo
+        cdef int64_t high = INT64_MAX if hi is None else hi
+        if self.first() != c"[":
+            raise self.mismatch("array")
+        last = ds4_tape_second(self.tape.t.words + self.at)
+        result = []
+        while at < last:
+            w = self.tape.t.words + at
+            if (
+                is_number(self.tape.t.body[ds4_tape_start(w)])
+                and not ds4_tape_flags(w) & DS4_FLOAT
+                and small_int(self.tape.t.body + ds4_tape_start(w), ds4_tape_second(w), &value)
+                and low <= value <= high
+            ):
+                result.append(value)
+            else:
+                result.append(make_node(self.tape, at, self).as_int(lo, hi))
+            at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
+        return result
+
+    # -- values
+
+    cpdef Node as_object(self):
+        if self.first() != c"{":
+            raise self.mismatch("object")
+        return self
+
+    cpdef Node as_array(self):
+        if self.first() != c"[":
+            raise self.mismatch("array")
+        return self
+
+    cpdef object as_str(self):
+        if self.first() != c'"':
+            raise self.mismatch("str")
+        return string_at(self.tape, self.at)
+
+    cpdef object as_bool(self):
+        cdef uint8_t first = self.first()
+        if first == c"t":
+            return True
+        if first == c"f":
+            return False
+        raise self.mismatch("bool")
+
+    cpdef object as_int(self, lo=None, hi=None):
+        cdef double real
+        if not is_number(self.first()):
+            raise self.mismatch("int")
+        if ds4_tape_flags(self.tape.t.words + self.at) & DS4_FLOAT:
+            real = float_at(self.tape, self.at)
+            if not isfinite(real):
+                raise self.error("Number out of range")
+            value = int(real)
+            if value != real:
+                raise self.mismatch("int")
+        else:
+            value = int_at(self.tape, self.at)
+        if value is None or not INT64_MIN <= value <= INT64_MAX:
+            raise self.error("Number out of range")
+        return self.bounded("int", value, lo, hi)
+
+    cpdef object as_float(self, lo=None, hi=None):
+        cdef double real
+        if not is_number(self.first()):
+            raise self.mismatch("float")
+        real = float_at(self.tape, self.at)
+        if not isfinite(real):
+            raise self.error("Number out of range")
+        return self.bounded("float", real, lo, hi)
+
+    cdef object bounded(self, str kind, object value, object lo, object hi):
+        if lo is not None and value < lo:
+            raise self.error(f"Expected `{kind}` >= {lo}, got {value}")
+        if hi is not None and value > hi:
+            raise self.error(f"Expected `{kind}` <= {hi}, got {value}")
+        return value
+
+    def loads(self):
+        cdef int64_t at = self.at
+        return load(self.tape, &at, self)
+
+    def canonical(self, drop=()):
+        return printed(self.tape, self.at, True, tuple(drop))
+
+    def minified(self):
+        return printed(self.tape, self.at, False, ())
+
+
+cdef inline bint is_number(uint8_t first) noexcept nogil:
+    return first == c"-" or c"0" <= first <= c"9"
+
+
+def parse(body):
+    return make_node(scan(body), 0, None)
+
+
+def loads(data):
+    return parse(data).loads()
+
+
+def canonical(data):
+    return printed(scan(data), 0, True, ())
+
+
+def minify(data):
+    return printed(scan(data), 0, False, ())
+
+
+# ---- output ----------------------------------------------------------------------------------------------------
+
+
+cdef inline uint32_t code_at(int kind, const void* data, Py_ssize_t* i, Py_ssize_t n) noexcept nogil:
+    """The code point at i of two or four byte characters, surrogates repaired; moves i behind it."""
+    cdef uint32_t c, low
+    if kind == 2:
+        c = (<const uint16_t*>data)[i[0]]
+    elif kind == 4:
+        c = (<const uint32_t*>data)[i[0]]
+    else:
+        c = (<const uint8_t*>data)[i[0]]
+    i[0] += 1
+    if c < 0xD800 or c > 0xDFFF:
+        return c
+    if c < 0xDC00 and i[0] < n:
+        low = (<const uint16_t*>data)[i[0]] if kind == 2 else (<const uint32_t*>data)[i[0]]
+        if 0xDC00 <= low <= 0xDFFF:
+            i[0] += 1
+            return 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00)
+    return 0xFFFD
+
+
+cdef inline int64_t escaped_length(uint32_t c) noexcept nogil:
+    if c >= 0x80:
+        return 2 if c < 0x800 else 3 if c < 0x10000 else 4
+    if c >= 0x20:
+        return 2 if c == c'"' or c == c"\\" else 1
+    return 2 if c == 9 or c == 10 or c == 13 else 6
+
+
+cdef int64_t escaped_size(int kind, bint is_ascii, const void* data, Py_ssize_t n) noexcept nogil:
+    cdef int64_t size = 0
+    cdef Py_ssize_t i = 0
+    if is_ascii:
+        return kernels.escaped_size(<const uint8_t*>data, n)
+    while i < n:
+        size += escaped_length(code_at(kind, data, &i, n))
+    return size
+
+
+cdef uint8_t* put_escaped(uint8_t* out, int64_t size, int kind, bint is_ascii, const void* data, Py_ssize_t n) noexcept nogil:
+    """Writes exactly `size` bytes, the escaped form of the n characters; returns the end."""
+    cdef Py_ssize_t i = 0
+    cdef uint8_t* end = out
+    if is_ascii and size == n:
+        memcpy(out, data, n)
+        return out + n
+    while i < n:
+        end = ds4_put_escaped(end, code_at(kind, data, &i, n), 0)
+    return end
+
+
+cpdef bytes escape(str text):
+    return sse_chunk(b"", text, b"")
+
+
+cpdef bytes sse_chunk(bytes head, str delta, bytes tail):
+    if head is None or delta is None or tail is None:
+        raise TypeError("head and tail must be bytes, delta str")
+    cdef int kind = PyUnicode_KIND(delta)
+    cdef bint is_ascii = PyUnicode_IS_ASCII(delta)
+    cdef const void* data = PyUnicode_DATA(delta)
+    cdef Py_ssize_t n = PyUnicode_GET_LENGTH(delta)
+    cdef int64_t size = escaped_size(kind, is_ascii, data, n)
+    cdef Py_ssize_t before = PyBytes_GET_SIZE(head)
+    cdef Py_ssize_t after = PyBytes_GET_SIZE(tail)
+    chunk = PyBytes_FromStringAndSize(NULL, before + size + after)
+    cdef uint8_t* out = <uint8_t*>PyBytes_AS_STRING(chunk)
+    memcpy(out, PyBytes_AS_STRING(head), before)
+    out = put_escaped(out + before, size, kind, is_ascii, data, n)
+    memcpy(out, PyBytes_AS_STRING(tail), after)
+    return chunk
+
+
+cdef bytes utf8(str text):
+    """The text as UTF-8, surrogates repaired."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
+
+
+@cython.final
+@cython.internal
+cdef class Writer:
+    cdef uint8_t* data
+    cdef int64_t size
+    cdef int64_t capacity
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.data)
+
+    cdef uint8_t* room(self, int64_t more) except NULL:
+        """Where `more` bytes may be written; the caller adds to size what it wrote."""
+        cdef uint8_t* grown
+        cdef int64_t capacity
+        if self.capacity - self.size < more:
+            capacity = self.capacity + self.capacity // 2 + more + 256
+            grown = <uint8_t*>PyMem_RawRealloc(self.data, capacity)
+            if grown == NULL:
+                raise MemoryError
+            self.data = grown
+            self.capacity = capacity
+        return self.data + self.size
+
+    cdef int put(self, const void* p, int64_t n) except -1:
+        memcpy(self.room(n), p, n)
+        self.size += n
+        return 0
+
+    cdef int put_byte(self, uint8_t c) except -1:
+        self.room(1)[0] = c
+        self.size += 1
+        return 0
+
+    cdef int put_str(self, str text) except -1:
+        cdef int kind = PyUnicode_KIND(text)
+        cdef bint is_ascii = PyUnicode_IS_ASCII(text)
+        cdef const void* data = PyUnicode_DATA(text)
+        cdef Py_ssize_t n = PyUnicode_GET_LENGTH(text)
+        cdef int64_t size = escaped_size(kind, is_ascii, data, n)
+        cdef uint8_t* out = self.room(size + 2)
+        out[0] = c'"'
+        put_escaped(out + 1, size, kind, is_ascii, data, n)
+        out[size + 1] = c'"'
+        self.size += size + 2
+        return 0
+
+    cdef int put_value(self, object value, int depth) except -1:
+        cdef bytes text
+        cdef bint first = True
+        cdef Py_ssize_t i = 0
+        if isinstance(value, str):
+            return self.put_str(<str>value)
+        if value is None:
+            return self.put(b"null", 4)
+        if value is True:
+            return self.put(b"true", 4)
+        if value is False:
+            return self.put(b"false", 5)
+        if isinstance(value, int):
+            text = int.__repr__(value).encode()
+            return self.put(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
+        if isinstance(value, float):
+            if not isfinite(PyFloat_AS_DOUBLE(value)):
+                raise JSONError(f"Expected a finite number, got `{float.__repr__(value)}`")
+            text = float.__repr__(value).encode()
+            return self.put(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
+        if isinstance(value, Node):
+            text = (<Node>value).minified().encode()
+            return self.put(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
+        if not isinstance(value, (dict, list, tuple)):
+            raise JSONError(f"Expected a JSON value, got `{type(value).__name__}`")
+        if depth == DS4_JSON_MAX_DEPTH:
+            raise JSONError(f"More than {DS4_JSON_MAX_DEPTH} nested containers")
+        if isinstance(value, dict):
+            self.put_byte(c"{")
+            for name, member in value.items():
+                if not isinstance(name, str):
+                    raise JSONError(f"Expected `str` as a member name, got `{type(name).__name__}`")
+                if not first:
+                    self.put_byte(c",")
+                first = False
+                self.put_str(<str>name)
+                self.put_byte(c":")
+                try:
+                    self.put_value(member, depth + 1)
+                except JSONError as e:
+                    raise JSONError(e.message, "$" + step_of(name) + e.path[1:]) from None
+            return self.put_byte(c"}")
+        self.put_byte(c"[")
+        for element in value:
+            if not first:
+                self.put_byte(c",")
+            first = False
+            try:
+                self.put_value(element, depth + 1)
+            except JSONError as e:
+                raise JSONError(e.message, "$" + step_of(i) + e.path[1:]) from None
+            i += 1
+        return self.put_byte(c"]")
+
+
+def dumps(value):
+    cdef Writer writer = Writer.__new__(Writer)
+    writer.put_value(value, 0)
+    return PyBytes_FromStringAndSize(<const char*>writer.data, writer.size)
