@@ -110,7 +110,10 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The normal end. `stop` is the client's stop string that matched, `timings` are seconds."""
+    """The normal end. `stop` is the client's stop string that matched; times are seconds.
+
+    Reason "error": the output is unusable, a tool call was announced but never completed; `error` says why.
+    """
 
     reason: FinishReason
     prompt_tokens: int
@@ -119,6 +122,7 @@ class Finish:
     completion_tokens: int
     reasoning_tokens: int = 0
     stop: bytes | None = None
+    error: str | None = None
     ttft: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

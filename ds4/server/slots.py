@@ -1,0 +1,130 @@
+"""The resident sessions and which of them a prompt goes to.
+
+Every free slot gets a score; the best goes first, ties to the lower index:
+
+    keeps all live tokens, or all but generated ones   the number of tokens reused  (the conversation goes on)
+    empty                                              0                            (never evict for nothing)
+    idle for an hour or longer                         below, longest idle first    (nobody waits for it)
+    otherwise                                          below that, least loss first
+
+The loss is what the slot's own conversation would have to evaluate again: the live tokens that are not kept. A
+prompt that merely shares a preamble with a slot is no reason to cut that slot down while another is empty: the empty
+one forks the preamble (`ds4.server.reuse`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds4.server.reuse import Query, Reuse, probe
+
+if TYPE_CHECKING:
+    from ds4.engine.types import EngineLike, SessionLike
+    from ds4.server.generation import Generation
+
+STALE_SECONDS = 3600.0
+_SPAN = 1 << 20
+"""Stale scores are in -1 - _SPAN .. -1, recent ones below."""
+
+log = logging.getLogger("ds4.slots")
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One resident session, the generation that runs on it, and what routing needs to know of its past.
+
+    `prompt_tokens` is the length of the last prompt: what the session holds beyond it was generated. `last_used`
+    is on the scheduler's clock. `tokens` is what the session held when its last generation ended: other threads
+    read it instead of the session.
+    """
+
+    index: int
+    session: SessionLike
+    generation: Generation | None = None
+    prompt_tokens: int = 0
+    tokens: int = 0
+    last_used: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.generation is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a prompt goes and what it finds there."""
+
+    slot: Slot
+    reuse: Reuse
+
+
+class Slots:
+    """The N resident sessions of an engine; all are created at once, so that the memory plan holds."""
+
+    def __init__(self, engine: EngineLike, count: int) -> None:
+        self._slots = [Slot(index, engine.new_session()) for index in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def __getitem__(self, index: int) -> Slot:
+        return self._slots[index]
+
+    @property
+    def n_busy(self) -> int:
+        return sum(slot.busy for slot in self._slots)
+
+    def route(self, query: Query, now: float) -> Route | None:
+        """The best free slot for the prompt, or None while all are busy. Changes nothing."""
+        best: tuple[int, Route] | None = None
+        for slot in self._slots:
+            if slot.busy:
+                continue
+            reuse = probe(slot, query, self._slots)
+            points = score(slot, reuse, now)
+            if best is None or points > best[0]:
+                best = points, Route(slot, reuse)
+        return best[1] if best else None
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.session.close()
+
+
+def score(slot: Slot, reuse: Reuse, now: float) -> int:
+    """How good it is to give the free `slot` to a prompt that finds `reuse` there (see the table above)."""
+    live = slot.session.n_tokens
+    kept = reuse.tokens if reuse.in_place else 0
+    if kept and (kept == live or kept >= slot.prompt_tokens - 1 > 0):
+        return kept
+    if live == 0:
+        return 0
+    idle = now - slot.last_used
+    if idle >= STALE_SECONDS:
+        return -1 - _SPAN + min(int(idle), _SPAN)
+    return -2 - _SPAN - (live - kept)
+
+
+def describe(route: Route, prompt_tokens: int, now: float) -> str:
+    """The decision in one line, for the log."""
+    slot, reuse = route.slot, route.reuse
+    live = slot.session.n_tokens
+    origin = f" of slot {reuse.source.index}" if reuse.source is not None else ""
+    text = f"slot {slot.index}: {reuse.kind}{origin}, {reuse.tokens} of {prompt_tokens} prompt tokens reused"
+    lost = live - reuse.tokens if reuse.in_place else live
+    if lost > 0:
+        idle = now - slot.last_used
+        state = "stale" if idle >= STALE_SECONDS else "recent"
+        text += f", {lost} of {live} live tokens dropped (idle {idle:.0f} s, {state})"
+    return text
+
+
+def log_route(request_id: str, route: Route, prompt_tokens: int, now: float) -> None:
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s: %s", request_id, describe(route, prompt_tokens, now))

@@ -1,0 +1,124 @@
+"""The reuse ladder: what a slot keeps of a prompt, and that what was promised is what is done."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from ds4.errors import SessionInvalidError
+from ds4.server.reuse import NOTHING, Query, materialise, probe
+from ds4.server.slots import Slots
+from ds4.testing import ScriptedEngine
+
+
+def query(*tokens: int) -> Query:
+    return Query(np.array(tokens, np.int32))
+
+
+def slots_with(*histories: list[int], rewinds: bool = True) -> Slots:
+    slots = Slots(ScriptedEngine(rewinds=rewinds), len(histories))
+    for slot, history in zip(slots, histories, strict=True):
+        slot.session.sync(history) if history else slot.session.clear()
+    return slots
+
+
+@pytest.mark.parametrize(
+    ("live", "prompt", "rewinds", "kind", "tokens"),
+    [
+        ([], [1, 2, 3], True, "none", 0),
+        ([1, 2], [1, 2, 3], True, "memory-token", 2),
+        ([1, 2], [1, 2, 3], False, "memory-token", 2),
+        ([1, 2, 9], [1, 2, 3], True, "memory-rewind", 2),
+        ([1, 2, 9], [1, 2, 3], False, "none", 0),
+        ([1, 2, 3], [1, 2, 3], True, "memory-rewind", 2),
+        ([1, 2, 3], [1, 2, 3], False, "none", 0),
+        ([1, 2, 3, 4, 5], [1, 2, 3], True, "memory-rewind", 2),
+        ([1, 2, 3, 4, 5], [1, 2, 3], False, "none", 0),
+        ([9, 2, 3], [1, 2, 3], True, "none", 0),
+        ([1], [1], True, "none", 0),
+        ([1, 2], [1], True, "none", 0),
+    ],
+)
+def test_live_tiers(live: list[int], prompt: list[int], rewinds: bool, kind: str, tokens: int) -> None:
+    slot = slots_with(live, rewinds=rewinds)[0]
+    reuse = probe(slot, query(*prompt))
+    assert (reuse.kind, reuse.tokens) == (kind, tokens)
+    assert slot.session.tokens.tolist() == live, "a probe changes nothing"
+    assert materialise(slot, query(*prompt), reuse) == reuse
+    assert slot.session.tokens.tolist() == prompt[:tokens]
+
+
+def test_fork_takes_the_longest_prefix_of_another_slot() -> None:
+    shared = list(range(100))
+    slots = slots_with([], [*shared[:60], 500], [*shared, 700, 701])
+    prompt = query(*shared, 1000, 1001)
+    reuse = probe(slots[0], prompt, list(slots))
+    assert (reuse.kind, reuse.tokens, reuse.source) == ("fork", 100, slots[2])
+    assert not reuse.in_place
+    materialise(slots[0], prompt, reuse)
+    assert slots[0].session.tokens.tolist() == shared
+    assert slots[2].session.tokens.tolist() == [*shared, 700, 701], "the source is left alone"
+
+
+def test_fork_is_for_more_than_a_few_tokens() -> None:
+    slots = slots_with([], list(range(32)), [])
+    prompt = query(*range(200))
+    assert probe(slots[0], prompt, list(slots)).kind == "none"
+    slots[1].session.sync(list(range(33)))
+    assert probe(slots[0], prompt, list(slots)).kind == "fork"
+    slots[0].session.sync([0])
+    assert probe(slots[0], prompt, list(slots)).kind == "memory-token", "not worth 32 tokens more"
+
+
+def test_fork_needs_a_family_that_can_be_cut_or_the_whole_other_slot() -> None:
+    shared = list(range(100))
+    slots = slots_with([], [*shared, 7], shared, rewinds=False)
+    reuse = probe(slots[0], query(*shared, 1000), list(slots))
+    assert (reuse.kind, reuse.tokens, reuse.source) == ("fork", 100, slots[2])
+    slots[2].session.clear()
+    assert probe(slots[0], query(*shared, 1000), list(slots)) == NOTHING
+
+
+def test_a_tier_that_fails_after_all_leaves_an_empty_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = slots_with([1, 2, 9])[0]
+    reuse = probe(slot, query(1, 2, 3))
+    assert reuse.kind == "memory-rewind"
+
+    def fails(n_tokens: int) -> None:
+        raise SessionInvalidError("lost")
+
+    monkeypatch.setattr(slot.session, "rewind", fails)
+    assert materialise(slot, query(1, 2, 3), reuse) == NOTHING
+    assert slot.session.n_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_routing_and_execution_agree(seed: int) -> None:
+    """For random slots the tier that routing chose is the one that is carried out, to the token."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    kinds: set[str] = set()
+    for _ in range(60):
+        trunk = [rng.randrange(4) for _ in range(120)]
+
+        def branch(trunk: list[int] = trunk) -> list[int]:
+            return trunk[: rng.randrange(121)] + [rng.randrange(4) for _ in range(rng.choice([0, 0, 1, 5, 50]))]
+
+        slots = slots_with(*(branch() for _ in range(4)), rewinds=rng.random() < 0.7)
+        for slot in slots:
+            slot.prompt_tokens = rng.randrange(slot.session.n_tokens + 1)
+        prompt = query(*branch(), rng.randrange(4))
+        before = [slot.session.tokens.tolist() for slot in slots]
+        route = slots.route(prompt, now=0.0)
+        assert route is not None
+        assert route.reuse == probe(route.slot, prompt, list(slots))
+        assert materialise(route.slot, prompt, route.reuse) == route.reuse
+        assert route.slot.session.tokens.tolist() == prompt.prompt[: route.reuse.tokens].tolist()
+        assert route.reuse.tokens < len(prompt.prompt)
+        for slot in slots:
+            if slot is not route.slot:
+                assert slot.session.tokens.tolist() == before[slot.index]
+        kinds.add(route.reuse.kind)
+    assert len(kinds) >= 3, kinds
