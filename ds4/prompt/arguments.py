@@ -1,0 +1,56 @@
+"""Arguments of a call in the history, as a list of parameters for syntaxes that write them one by one.
+
+Clients send arguments as JSON text, re-serialised in many ways, sometimes broken: the same value must render to the
+same bytes, and garbage must render to something.
+"""
+
+from __future__ import annotations
+
+from ds4._json import JSONError, Node, dumps, parse
+
+
+def argument_members(arguments: str, schema: str | None) -> list[tuple[str, str]]:
+    """(name, text) of each parameter: strings raw, other values as minified JSON.
+
+    Parameters stand in the order in which `schema` (the function's declaration, JSON text) declares them, the
+    others after them as sent. Text that is not a JSON object becomes one parameter named `arguments`; blank text none.
+    """
+    if not arguments.strip():
+        return []
+    value = _object(arguments)
+    if value is None:
+        return [("arguments", arguments)]
+    members = dict(value.items())
+    declared = [name for name in _declared(schema) if name in members]
+    order = declared + [name for name in members if name not in set(declared)]
+    return [(name, _text(members[name])) for name in order]
+
+
+def _text(value: Node) -> str:
+    if value.kind == "str":
+        return value.as_str()
+    try:
+        return dumps(value.loads()).decode()
+    except JSONError:  # a number beyond the range of a double: only its source text is exact
+        return value.minified()
+
+
+def _object(text: str) -> Node | None:
+    try:
+        node = parse(text.encode("utf-8", "replace"))
+    except JSONError:
+        return None
+    return node if node.kind == "object" else None
+
+
+def _declared(schema: str | None) -> list[str]:
+    """Names of the declared parameters, in order. Anthropic calls the schema `input_schema`."""
+    declaration = _object(schema) if schema else None
+    if declaration is None:
+        return []
+    for member in ("parameters", "input_schema"):
+        parameters = declaration.get(member)
+        if parameters is not None and parameters.kind == "object":
+            properties = parameters.get("properties")
+            return properties.keys() if properties is not None and properties.kind == "object" else []
+    return []
