@@ -86,3 +86,7 @@ class RequestError(Ds4Error):
 
 class ShuttingDown(Ds4Error):
     """The server drains and takes no new work: 503."""
+
+
+class ClientDisconnected(Ds4Error):
+    """The client is gone (closed, reset or stalled): nothing can be sent to it any more. Never shown to anyone."""

@@ -1,0 +1,78 @@
+"""Back-pressure of one connection: what is written, what is unsent, who waits, and whether anything moves at all."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ds4.errors import ClientDisconnected
+
+
+class FlowControl:
+    """Sits between a response and its transport.
+
+    `paused` follows the transport's high- and low-water marks. Progress is measured by bytes that left the process
+    (written less unsent): a reader that takes one byte now and then is slow, one that takes none is stalled.
+    """
+
+    __slots__ = ("_lost", "_mark", "_mark_time", "_transport", "_waiters", "paused", "written")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._waiters: list[asyncio.Future[None]] = []
+        self._lost = False
+        self._mark = -1
+        self._mark_time = 0.0
+        self.paused = False
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        """Hands bytes to the transport, which sends what it can now or at the end of the loop's iteration."""
+        self.written += len(data)
+        self._transport.write(data)
+
+    def unsent(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        return self._transport.get_write_buffer_size()
+
+    def stalled(self, now: float, timeout: float) -> bool:
+        """True when bytes wait and none has left for `timeout` seconds. To be asked regularly."""
+        unsent = self.unsent()
+        if not unsent:
+            self._mark = -1
+            return False
+        sent = self.written - unsent
+        if sent != self._mark:
+            self._mark, self._mark_time = sent, now
+            return False
+        return now - self._mark_time > timeout
+
+    async def drain(self) -> None:
+        """Waits while the unsent bytes are above the high-water mark. Raises ClientDisconnected."""
+        while self.paused and not self._lost:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+        if self._lost:
+            raise ClientDisconnected("the client is gone")
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+        self._wake()
+
+    def lose(self) -> None:
+        """The connection is gone: whoever waits is woken with ClientDisconnected."""
+        self._lost = True
+        self._wake()
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

@@ -1,0 +1,172 @@
+"""One response, for the handler: sent whole, or started and written piece by piece."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ds4.server.message import Refusal, Request, header_lines
+
+if TYPE_CHECKING:
+    from ds4.server.connection import Connection
+
+log = logging.getLogger("ds4.server.http")
+
+
+class Responder:
+    """The answer to one request: `send` it whole, or `start` a stream. A second answer is a RuntimeError."""
+
+    __slots__ = ("_callbacks", "_connection", "_stream", "closes", "finished", "request", "status")
+
+    def __init__(self, connection: Connection, request: Request) -> None:
+        self._connection = connection
+        self._callbacks: list[Callable[[], None]] = []
+        self._stream: Stream | None = None
+        self.request = request
+        self.status = 0
+        """The status sent, 0 before."""
+        self.finished = False
+        self.closes = not request.keep_alive
+        """The connection ends after this response."""
+
+    @property
+    def started(self) -> bool:
+        """The head is sent: an error can only be told inside the stream."""
+        return self.status != 0
+
+    @property
+    def disconnected(self) -> bool:
+        return self._connection.gone
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` as soon as the client is gone, unless the response has ended; at once if it is gone."""
+        if self._connection.gone:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    def send(
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = "application/json",
+        headers: Iterable[tuple[str, str]] = (),
+        *,
+        reason: str = "",
+    ) -> None:
+        """The whole response, with its length. `reason` says in the log why it is an error."""
+        first, last = self._head(status, content_type)
+        more = header_lines(headers) if headers else b""
+        self._connection.write(
+            b"%bContent-Length: %d\r\n%b%b\r\n%b" % (first, len(body), last, more, b"" if self.request.head else body)
+        )
+        self.end(reason)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Sends an error in the form of the server's `error_body`."""
+        body = self._connection.server.error_body(refusal.status, refusal.message, self.request.path)
+        self.send(refusal.status, body, headers=refusal.headers, reason=refusal.message)
+
+    def start(
+        self,
+        status: int = 200,
+        content_type: str = "text/event-stream",
+        headers: Iterable[tuple[str, str]] = (("Cache-Control", "no-cache"),),
+    ) -> Stream:
+        """Sends the head; the body follows piece by piece: chunked, or for HTTP/1.0 until the connection closes."""
+        chunked = self.request.version != "1.0"
+        if not chunked:
+            self.closes = True
+        first, last = self._head(status, content_type)
+        framing = b"Transfer-Encoding: chunked\r\n" if chunked else b""
+        self._connection.write(b"%b%b%b%b\r\n" % (first, framing, last, header_lines(headers)))
+        self._stream = Stream(self, self._connection, chunked, self.request.head)
+        return self._stream
+
+    def _head(self, status: int, content_type: str) -> tuple[bytes, bytes]:
+        if self.status:
+            raise RuntimeError(f"a second response ({status}) after {self.status}")
+        server = self._connection.server
+        if server.shutting_down:
+            self.closes = True
+        self.status = status
+        first, last = server.head(status, content_type, self.closes)
+        if self.request.version == "1.0" and not self.closes:
+            last += b"Connection: keep-alive\r\n"
+        return first, last
+
+    # Called by the connection and the stream
+
+    def fail(self) -> None:
+        """500 if nothing was sent; else the stream breaks off without its end mark, which a client can tell."""
+        if self.status:
+            self.abort("internal error")
+        else:
+            self.refuse(Refusal(500, "internal server error"))
+
+    def abort(self, reason: str) -> None:
+        self._connection.abort(reason)
+
+    def lose(self, reason: str) -> None:
+        if self.finished:
+            return
+        callbacks, self._callbacks = self._callbacks, []
+        self.end(reason)
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:
+                log.exception("a disconnect callback failed")
+
+    def end(self, reason: str = "") -> None:
+        self.finished = True
+        self._callbacks.clear()
+        self._connection.ended(self, reason)
+
+
+class Stream:
+    """The body of a response, piece by piece. After a disconnect writing has no effect, and `drain` raises."""
+
+    __slots__ = ("_chunked", "_connection", "_mute", "_responder", "closed")
+
+    def __init__(self, responder: Responder, connection: Connection, chunked: bool, mute: bool) -> None:
+        self._responder = responder
+        self._connection = connection
+        self._chunked = chunked
+        self._mute = mute
+        self.closed = False
+
+    @property
+    def disconnected(self) -> bool:
+        return self._connection.gone
+
+    def write(self, data: bytes) -> None:
+        """Never blocks. Raises RuntimeError after `close`. More than `Limits.unsent` unsent cuts the connection."""
+        if self.closed:
+            raise RuntimeError("write after close")
+        if not data or self._mute:
+            return
+        self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    async def drain(self) -> None:
+        """Waits while the client reads more slowly than we write. Raises ClientDisconnected."""
+        await self._connection.drain()
+
+    def close(self) -> None:
+        """The body is complete. A second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._responder.finished:
+            return
+        if self._chunked and not self._mute:
+            self._connection.write(b"0\r\n\r\n")
+        if not self._responder.finished:
+            self._responder.end()
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Breaks off without an end mark: the client sees an incomplete body."""
+        self.closed = True
+        if not self._responder.finished:
+            self._responder.abort(reason)
