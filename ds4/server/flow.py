@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 
 from ds4.errors import ClientDisconnected
 
@@ -10,8 +13,9 @@ from ds4.errors import ClientDisconnected
 class FlowControl:
     """Sits between a response and its transport.
 
-    `paused` follows the transport's high- and low-water marks. Progress is measured by bytes that left the process
-    (written less unsent): a reader that takes one byte now and then is slow, one that takes none is stalled.
+    `paused` follows the transport's high- and low-water marks. Progress is measured by what the peer has taken: a
+    reader that takes one byte now and then is slow, one that takes none is stalled. What left the process says too
+    little about that, for the kernel holds megabytes and asks for more only when a third of them is gone.
     """
 
     __slots__ = ("_lost", "_mark", "_mark_time", "_transport", "_waiters", "paused", "written")
@@ -40,11 +44,19 @@ class FlowControl:
         if not unsent:
             self._mark = -1
             return False
-        sent = self.written - unsent
-        if sent != self._mark:
-            self._mark, self._mark_time = sent, now
+        taken = self.written - unsent - self._in_kernel()
+        if taken != self._mark:
+            self._mark, self._mark_time = taken, now
             return False
         return now - self._mark_time > timeout
+
+    def _in_kernel(self) -> int:
+        """Bytes in the socket's send queue that the peer has not acknowledged; 0 where the system cannot say."""
+        sock = self._transport.get_extra_info("socket")
+        try:
+            return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4), sys.byteorder)
+        except (OSError, AttributeError):
+            return 0
 
     async def drain(self) -> None:
         """Waits while the unsent bytes are above the high-water mark. Raises ClientDisconnected."""

@@ -61,7 +61,7 @@ class HostPolicy:
         if not self._checked:
             return None
         host = authority or host
-        if host and host not in self._known:
+        if host is not None and host not in self._known:
             if host_name(host) not in self._names:
                 return 403, f"Host {host[:80]!r} is not a name of this server; --allowed-host adds one"
             if len(self._known) < 64:

@@ -56,8 +56,8 @@ class Responder:
         reason: str = "",
     ) -> None:
         """The whole response, with its length. `reason` says in the log why it is an error."""
-        first, last = self._head(status, content_type)
         more = header_lines(headers) if headers else b""
+        first, last = self._head(status, content_type)
         self._connection.write(
             b"%bContent-Length: %d\r\n%b%b\r\n%b" % (first, len(body), last, more, b"" if self.request.head else body)
         )
@@ -78,9 +78,10 @@ class Responder:
         chunked = self.request.version != "1.0"
         if not chunked:
             self.closes = True
-        first, last = self._head(status, content_type)
         framing = b"Transfer-Encoding: chunked\r\n" if chunked else b""
-        self._connection.write(b"%b%b%b%b\r\n" % (first, framing, last, header_lines(headers)))
+        more = header_lines(headers)
+        first, last = self._head(status, content_type)
+        self._connection.write(b"%b%b%b%b\r\n" % (first, framing, last, more))
         self._stream = Stream(self, self._connection, chunked, self.request.head)
         return self._stream
 
