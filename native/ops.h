@@ -125,6 +125,8 @@ class Ops {
   virtual void reset_scratch() = 0;
   virtual size_t scratch_bytes() const = 0;
   virtual std::unique_ptr<State> new_state(std::span<const StateSpec> specs, int64_t capacity) = 0;
+  // Whether Tensor::data is host memory, readable without to_host.
+  virtual bool host_memory() const { return true; }
   // Copies between host and backend memory; synchronous.
   virtual void to_host(const Tensor& from, float* out) = 0;  // out: from.n * from.dim, dense
   virtual void to_device(const float* from, const Tensor& to) = 0;

@@ -1,14 +1,27 @@
-// Binds the block formats, and the backend, model and session classes.
+// Binds the block formats, and the backend, model and session classes with the step. Everything that computes or waits
+// for the backend runs without the GIL.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
 
 #include "bindings.h"
 #include "quant/quant.h"
+#include "reference/faulty.h"
+#include "reference/reference.h"
+#include "session/session.h"
+#if __has_include("cpu/cpu.h")
+#include "cpu/cpu.h"
+#define DS4_HAVE_CPU 1
+#endif
 
 namespace ds4 {
 namespace py = pybind11;
 
 namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
 
 py::array_t<float> dequantize(int32_t type, const py::buffer& data) {
   const py::buffer_info info = data.request();
@@ -24,18 +37,350 @@ py::array_t<float> dequantize(int32_t type, const py::buffer& data) {
   return out;
 }
 
+// Token ids from a list, tuple or numpy array; every id is range-checked against int32 here, against the vocabulary
+// later.
+std::vector<int32_t> token_ids(const py::handle& ids) {
+  std::vector<int32_t> out;
+  if (py::isinstance<py::array_t<int32_t, py::array::c_style>>(ids)) {
+    const auto array = py::reinterpret_borrow<py::array_t<int32_t, py::array::c_style>>(ids);
+    if (array.ndim() != 1) throw Invalid("token ids have " + std::to_string(array.ndim()) + " dimensions, expected 1");
+    out.assign(array.data(), array.data() + array.size());
+    return out;
+  }
+  for (const py::handle item : py::reinterpret_borrow<py::object>(ids)) {
+    const py::object index = py::reinterpret_steal<py::object>(PyNumber_Index(item.ptr()));
+    if (!index) throw py::error_already_set();
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+    if (overflow != 0 || value < INT32_MIN || value > INT32_MAX)
+      throw Invalid("token " + py::str(index).cast<std::string>() + " is outside the vocabulary");
+    out.push_back(static_cast<int32_t>(value));
+  }
+  return out;
+}
+
+struct PyBackend {
+  std::shared_ptr<Backend> backend;
+  std::shared_ptr<FaultPlan> faults;
+};
+
+PyBackend open_backend(const std::string& kind, int threads, const std::string& isa, bool faulty) {
+  std::unique_ptr<Ops> ops;
+  if (kind == "reference") ops = make_reference_ops();
+#ifdef DS4_HAVE_CPU
+  else if (kind == "cpu")
+    ops = make_cpu_ops(threads, isa);
+#endif
+  else
+    throw Unsupported("backend '" + kind + "' is not in this build");
+  std::shared_ptr<FaultPlan> plan;
+  if (faulty) {
+    plan = std::make_shared<FaultPlan>();
+    ops = make_faulty_ops(std::move(ops), plan);
+  }
+  return {std::make_shared<Backend>(std::move(ops)), std::move(plan)};
+}
+
+std::map<std::string, HyperValue> hyper_params(const py::dict& given) {
+  std::map<std::string, HyperValue> out;
+  for (const auto& [key, value] : given) {
+    const auto name = key.cast<std::string>();
+    if (py::isinstance<py::bool_>(value))
+      out[name] = value.cast<bool>();
+    else if (py::isinstance<py::int_>(value))
+      out[name] = value.cast<int64_t>();
+    else if (py::isinstance<py::float_>(value))
+      out[name] = value.cast<double>();
+    else if (py::isinstance<py::str>(value))
+      out[name] = value.cast<std::string>();
+    else
+      throw Invalid(name + " is neither a number nor a string");
+  }
+  return out;
+}
+
+// tensors: name -> (buffer of bytes, shape, type id). The buffers' exports are held until the model goes, so the
+// mapping behind them cannot be closed.
+std::shared_ptr<LoadedModel> make_loaded_model(const PyBackend& backend, const std::string& family,
+                                               const py::dict& params, const py::dict& tensors, int32_t kv_type) {
+  auto views = std::shared_ptr<std::vector<py::buffer_info>>(new std::vector<py::buffer_info>(),
+                                                             [](std::vector<py::buffer_info>* v) {
+                                                               const py::gil_scoped_acquire gil;
+                                                               delete v;
+                                                             });
+  std::map<std::string, StoredTensor> table;
+  for (const auto& [key, value] : tensors) {
+    const auto name = key.cast<std::string>();
+    const auto [buffer, shape, type] = value.cast<std::tuple<py::buffer, std::vector<int64_t>, int32_t>>();
+    views->push_back(buffer.request());
+    const py::buffer_info& info = views->back();
+    if (info.ndim != 1 || info.itemsize != 1 || info.strides[0] != 1)
+      throw Invalid(name + ": the data is not a contiguous run of bytes");
+    StoredTensor t;
+    t.axes = static_cast<int64_t>(shape.size());
+    t.view = {info.ptr, 1, shape.empty() ? 1 : shape.back(), static_cast<DType>(type)};
+    for (const int64_t n : shape)
+      if (n < 1) throw Invalid(name + ": an axis of " + std::to_string(n));
+    for (size_t i = 0; i + 1 < shape.size(); ++i)
+      if (__builtin_mul_overflow(t.view.rows, shape[i], &t.view.rows)) throw Invalid(name + ": the shape overflows");
+    const size_t row = row_bytes(t.view.type, t.view.cols);
+    size_t need = 0;
+    if (__builtin_mul_overflow(row, static_cast<size_t>(t.view.rows), &need) || need != static_cast<size_t>(info.size))
+      throw Invalid(name + ": " + std::to_string(info.size) + " bytes, shape and type ask for " +
+                    std::to_string(t.view.rows) + " rows of " + std::to_string(row));
+    table[name] = t;
+  }
+  auto loaded = std::make_shared<LoadedModel>();
+  loaded->keep_alive = views;
+  loaded->backend = backend.backend;
+  loaded->model = make_model(family, HyperParams(hyper_params(params)), TensorTable(std::move(table)),
+                             static_cast<DType>(kv_type));
+  return loaded;
+}
+
+void load_weights(LoadedModel& m, const py::object& progress) {
+  LoadProgress report;
+  if (!progress.is_none())
+    report = [&progress](size_t done, size_t total) {
+      const py::gil_scoped_acquire gil;
+      progress(done, total);
+    };
+  const py::gil_scoped_release release;
+  const std::scoped_lock lock(m.backend->busy);
+  if (m.loaded) throw Invalid("the weights are loaded already");
+  m.model->load(*m.backend->ops, report);
+  m.loaded = true;
+}
+
+// Residual streams of a prompt, [layers + 1, T, E]: before each layer, and after the final norm.
+py::array_t<float> hidden_states(LoadedModel& m, const py::handle& tokens) {
+  const std::vector<int32_t> ids = token_ids(tokens);
+  const auto n = static_cast<int64_t>(ids.size());
+  if (n == 0 || !m.loaded) throw Invalid("hidden states of no tokens, or of a model without weights");
+  for (const int32_t id : ids)
+    if (id < 0 || id >= m.model->vocab()) throw Invalid("token " + std::to_string(id) + " is outside the vocabulary");
+  py::array_t<float> out({m.model->layers() + 1, n, m.model->width()});
+  float* data = out.mutable_data();
+  const py::gil_scoped_release release;
+  const std::scoped_lock lock(m.backend->busy);
+  const auto state = m.backend->ops->new_state(m.model->state_specs(), n);
+  state->reserve(n);
+  std::vector<RowRef> rows;
+  for (int64_t i = 0; i < n; ++i) rows.push_back({state.get(), static_cast<int32_t>(i)});
+  m.model->forward({.ids = ids, .rows = rows, .wanted = {}, .probe = [&](int64_t layer, const Tensor& x) {
+                      m.backend->ops->to_host(x, data + layer * n * x.dim);
+                    }});
+  return out;
+}
+
+py::list state_specs(const LoadedModel& m) {
+  static constexpr const char* kinds[] = {"append", "ring", "recurrent", "counter"};
+  py::list out;
+  for (const StateSpec& s : m.model->state_specs())
+    out.append(py::make_tuple(s.name, kinds[static_cast<int>(s.kind)], static_cast<int32_t>(s.type), s.heads, s.width,
+                              s.ratio, s.capacity));
+  return out;
+}
+
+int64_t buffer_rows(const LoadedModel& m, size_t index, int64_t tokens) {
+  const auto& specs = m.model->state_specs();
+  if (index >= specs.size()) throw Invalid("state buffer " + std::to_string(index) + " does not exist");
+  return payload_rows(specs[index], tokens);
+}
+
+// Waiting for a running step must not stop every Python thread.
+struct DeleteWithoutGil {
+  void operator()(Session* s) const {
+    const py::gil_scoped_release release;
+    delete s;
+  }
+};
+using SessionHolder = std::unique_ptr<Session, DeleteWithoutGil>;
+
+py::array_t<int32_t> session_tokens(const Session& s) {
+  std::vector<int32_t> ids;
+  {
+    const py::gil_scoped_release release;
+    ids = s.tokens();
+  }
+  return py::array_t<int32_t>(static_cast<py::ssize_t>(ids.size()), ids.data());
+}
+
+py::array_t<float> session_logits(const Session& s) {
+  std::vector<float> logits;
+  {
+    const py::gil_scoped_release release;
+    logits = s.logits();
+  }
+  return py::array_t<float>(static_cast<py::ssize_t>(logits.size()), logits.data());
+}
+
+template <typename Byte>
+std::span<Byte> byte_span(const py::buffer_info& info) {
+  if (info.ndim != 1 || info.itemsize != 1 || info.strides[0] != 1) throw Invalid("not a contiguous run of bytes");
+  return {static_cast<Byte*>(info.ptr), static_cast<size_t>(info.size)};
+}
+
+// rows: [(session, tokens, sampler or None, want_logits)] -> [(token or None, None or (logprob, top))]
+py::list run_step(LoadedModel& m, const py::sequence& rows) {
+  const size_t n = rows.size();
+  std::vector<StepRow> step_rows(n);
+  std::vector<std::vector<int32_t>> ids(n);
+  std::vector<py::object> hold;  // the step runs without the GIL: nobody else may free these meanwhile
+  hold.reserve(n);
+  for (size_t i = 0; i < n; ++i) {
+    hold.push_back(rows[i]);
+    const auto row = hold.back().cast<py::tuple>();
+    if (row.size() != 4) throw Invalid("a row is (session, tokens, sampler, want_logits)");
+    ids[i] = token_ids(row[1]);
+    step_rows[i].session = row[0].cast<Session*>();
+    step_rows[i].tokens = ids[i];
+    step_rows[i].sampler = row[2].cast<Sampler*>();
+    step_rows[i].want_logits = row[3].cast<bool>();
+    if (!step_rows[i].session) throw Invalid("a row without a session");
+  }
+  {
+    const py::gil_scoped_release release;
+    step(m, step_rows);
+  }
+  py::list out(n);
+  for (size_t i = 0; i < n; ++i) {
+    const StepRow& row = step_rows[i];
+    if (!row.sampler)
+      out[i] = py::make_tuple(py::none(), py::none());
+    else if (row.sampled < 0 || !row.sampler->wants_logprobs())
+      out[i] = py::make_tuple(row.sampled, py::none());
+    else
+      out[i] = py::make_tuple(row.sampled, py::make_tuple(row.logprobs.chosen, row.logprobs.top));
+  }
+  return out;
+}
+
+void raise_typed(const char* name, const py::object& error) {
+  PyErr_SetObject(py::module_::import("ds4.errors").attr(name).ptr(), error.ptr());
+}
+
+void translate(std::exception_ptr p) {
+  try {
+    if (p) std::rethrow_exception(p);
+  } catch (const ContextLength& e) {
+    const py::object cls = py::module_::import("ds4.errors").attr("ContextLengthError");
+    PyErr_SetObject(cls.ptr(), cls(e.n_tokens, e.n_ctx).ptr());
+  } catch (const SessionInvalid& e) {
+    raise_typed("SessionInvalidError", py::str(e.what()));
+  } catch (const StepFailed& e) {
+    raise_typed("EngineError", py::str(e.what()));
+  }
+}
+
 }  // namespace
 
 void bind_engine(py::module_& m) {
   py::register_exception<Unsupported>(m, "Unsupported", PyExc_RuntimeError);
+  py::register_exception_translator(&translate);
+
   m.def("dequantize", &dequantize, py::arg("type"), py::arg("data"));
   m.def(
       "row_bytes", [](int32_t type, int64_t cols) { return row_bytes(static_cast<DType>(type), cols); },
       py::arg("type"), py::arg("cols"));
-  m.def("dtype_name", [](int32_t type) { return dtype_name(static_cast<DType>(type)); }, py::arg("type"));
+  m.def(
+      "dtype_name", [](int32_t type) { return dtype_name(static_cast<DType>(type)); }, py::arg("type"));
   m.def("float_to_half", &float_to_half, py::arg("value"));
   m.def("half_to_float", &half_to_float, py::arg("half"));
   m.def("float_to_bf16", &float_to_bf16, py::arg("value"));
+
+  py::class_<PyBackend>(m, "Backend")
+      .def(py::init(&open_backend), py::arg("kind"), py::kw_only(), py::arg("threads") = 0, py::arg("isa") = "auto",
+           py::arg("faulty") = false)
+      .def_property_readonly("name", [](const PyBackend& b) { return b.backend->ops->name(); })
+      .def_property_readonly("scratch_bytes",
+                             [](const PyBackend& b) {
+                               const py::gil_scoped_release release;
+                               const std::scoped_lock lock(b.backend->busy);
+                               return b.backend->ops->scratch_bytes();
+                             })
+      .def(
+          "fail_after",
+          [](const PyBackend& b, int64_t operations) {
+            if (!b.faults) throw Invalid("the backend was not opened with faulty=True");
+            b.faults->operations_left = operations;
+          },
+          py::arg("operations"));
+
+  py::class_<LoadedModel, std::shared_ptr<LoadedModel>>(m, "Model")
+      .def(py::init(&make_loaded_model), py::arg("backend"), py::arg("family"), py::arg("params"), py::arg("tensors"),
+           py::kw_only(), py::arg("kv_type") = static_cast<int32_t>(DType::F16))
+      .def("load", &load_weights, py::arg("progress") = py::none())
+      .def_property_readonly("vocab", [](const LoadedModel& l) { return l.model->vocab(); })
+      .def_property_readonly("layers", [](const LoadedModel& l) { return l.model->layers(); })
+      .def_property_readonly("resident_bytes", [](const LoadedModel& l) { return l.loaded ? l.model->resident_bytes() : 0; })
+      .def_property_readonly("state_specs", &state_specs)
+      .def("buffer_rows", &buffer_rows, py::arg("index"), py::arg("tokens"))
+      .def(
+          "state_bytes", [](const LoadedModel& l, int64_t tokens) { return payload_bytes(l.model->state_specs(), tokens); },
+          py::arg("tokens"))
+      .def(
+          "workspace_bytes", [](const LoadedModel& l, int64_t rows, int64_t wanted) { return l.model->workspace_bytes(rows, wanted); },
+          py::arg("rows"), py::arg("wanted"))
+      .def("hidden_states", &hidden_states, py::arg("tokens"))
+      .def("step", &run_step, py::arg("rows"));
+
+  py::class_<Session, SessionHolder>(m, "Session")
+      .def(py::init([](std::shared_ptr<LoadedModel> model, int64_t ctx) {
+             return SessionHolder(new Session(std::move(model), ctx));
+           }),
+           py::arg("model"), py::arg("ctx"))
+      .def_property_readonly("ctx", &Session::ctx)
+      .def_property_readonly("n_tokens", &Session::n_tokens)
+      .def_property_readonly("tokens", &session_tokens)
+      .def_property_readonly("has_logits", &Session::has_logits, NoGil())
+      .def_property_readonly("resident_bytes", &Session::resident_bytes, NoGil())
+      .def("logits", &session_logits)
+      .def(
+          "common_prefix",
+          [](const Session& s, const py::handle& tokens) {
+            const std::vector<int32_t> ids = token_ids(tokens);
+            const py::gil_scoped_release release;
+            return s.common_prefix(ids);
+          },
+          py::arg("tokens"))
+      .def("can_rewind", &Session::can_rewind, py::arg("n_tokens"), NoGil())
+      .def("rewind", &Session::rewind, py::arg("n_tokens"), NoGil())
+      .def("clear", &Session::clear, NoGil())
+      .def("fork_from", &Session::fork_from, py::arg("other"), py::arg("n_tokens"), NoGil())
+      .def(
+          "export_rows",
+          [](const Session& s, size_t index, int64_t first, int64_t count, const py::buffer& out) {
+            const py::buffer_info info = out.request(true);
+            const py::gil_scoped_release release;
+            s.export_rows(index, first, count, byte_span<std::byte>(info));
+          },
+          py::arg("index"), py::arg("first"), py::arg("count"), py::arg("out"))
+      .def(
+          "begin_import",
+          [](Session& s, const py::handle& tokens) {
+            const std::vector<int32_t> ids = token_ids(tokens);
+            const py::gil_scoped_release release;
+            s.begin_import(ids);
+          },
+          py::arg("tokens"))
+      .def(
+          "import_rows",
+          [](Session& s, size_t index, int64_t first, int64_t count, const py::buffer& in) {
+            const py::buffer_info info = in.request();
+            const py::gil_scoped_release release;
+            s.import_rows(index, first, count, byte_span<const std::byte>(info));
+          },
+          py::arg("index"), py::arg("first"), py::arg("count"), py::arg("data"))
+      .def(
+          "finish_import",
+          [](Session& s, const std::optional<py::array_t<float, py::array::c_style>>& logits) {
+            std::span<const float> view;
+            if (logits) view = {logits->data(), static_cast<size_t>(logits->size())};
+            const py::gil_scoped_release release;
+            s.finish_import(view);
+          },
+          py::arg("logits"));
 }
 
 }  // namespace ds4

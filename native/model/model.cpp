@@ -1,0 +1,43 @@
+#include "model/model.h"
+
+#include <algorithm>
+
+#include "model/llama.h"
+#include "quant/quant.h"
+
+namespace ds4 {
+
+bool Model::can_truncate(int64_t from, int64_t to) const {
+  const auto& specs = state_specs();
+  return to == from || to == 0 ||
+         std::all_of(specs.begin(), specs.end(), [](const StateSpec& s) { return s.kind == StateKind::Append; });
+}
+
+int64_t payload_rows(const StateSpec& spec, int64_t tokens) {
+  switch (spec.kind) {
+    case StateKind::Append:
+      return tokens / spec.ratio;
+    case StateKind::Ring:
+      return std::min(tokens, spec.capacity);
+    case StateKind::Recurrent:
+    case StateKind::Counter:
+      break;
+  }
+  return spec.capacity;
+}
+
+size_t payload_bytes(std::span<const StateSpec> specs, int64_t tokens) {
+  size_t bytes = 0;
+  for (const StateSpec& spec : specs)
+    bytes += static_cast<size_t>(payload_rows(spec, tokens)) * row_bytes(spec.type, spec.row_elements());
+  return bytes;
+}
+
+std::unique_ptr<Model> make_model(const std::string& family, HyperParams params, TensorTable tensors, DType kv_type) {
+  if (kv_type != DType::F16 && kv_type != DType::BF16 && kv_type != DType::F32)
+    throw Unsupported(std::string("KV cache of type ") + dtype_name(kv_type));
+  if (family == "llama") return make_llama(std::move(params), std::move(tensors), kv_type);
+  throw Unsupported("model family '" + family + "' is not implemented");
+}
+
+}  // namespace ds4

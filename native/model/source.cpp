@@ -1,0 +1,100 @@
+#include "model/source.h"
+
+namespace ds4 {
+
+const HyperValue* HyperParams::take(const std::string& key) {
+  const auto it = values_.find(key);
+  if (it == values_.end()) return nullptr;
+  read_.insert(key);
+  return &it->second;
+}
+
+void HyperParams::wrong(const std::string& key, const char* expected) const {
+  throw Invalid(key + (values_.contains(key) ? " is not " : " is missing: expected ") + expected);
+}
+
+int64_t HyperParams::integer(const std::string& key) {
+  const HyperValue* value = take(key);
+  if (value && std::holds_alternative<int64_t>(*value)) return std::get<int64_t>(*value);
+  wrong(key, "an integer");
+}
+
+int64_t HyperParams::integer_or(const std::string& key, int64_t otherwise) {
+  return has(key) ? integer(key) : otherwise;
+}
+
+int64_t HyperParams::size(const std::string& key, int64_t low, int64_t high) {
+  const int64_t value = integer(key);
+  if (value < low || value > high)
+    throw Invalid(key + " is " + std::to_string(value) + ", allowed are " + std::to_string(low) + " to " +
+                  std::to_string(high));
+  return value;
+}
+
+double HyperParams::real(const std::string& key) {
+  const HyperValue* value = take(key);
+  if (value && std::holds_alternative<double>(*value)) return std::get<double>(*value);
+  if (value && std::holds_alternative<int64_t>(*value)) return static_cast<double>(std::get<int64_t>(*value));
+  wrong(key, "a number");
+}
+
+double HyperParams::real_or(const std::string& key, double otherwise) {
+  return has(key) ? real(key) : otherwise;
+}
+
+std::string HyperParams::text_or(const std::string& key, const std::string& otherwise) {
+  const HyperValue* value = take(key);
+  if (!value) return otherwise;
+  if (std::holds_alternative<std::string>(*value)) return std::get<std::string>(*value);
+  wrong(key, "a string");
+}
+
+void HyperParams::refuse_unread() const {
+  for (const auto& [key, value] : values_)
+    if (!read_.contains(key)) throw Unsupported(key + " is not implemented");
+}
+
+namespace {
+
+std::string shape(int64_t axes, int64_t rows, int64_t cols) {
+  return axes == 1 ? "[" + std::to_string(cols) + "]" : "[" + std::to_string(rows) + ", " + std::to_string(cols) + "]";
+}
+
+std::optional<MatrixView> take(const std::map<std::string, StoredTensor>& tensors, std::set<std::string>& taken,
+                               const std::string& name, int64_t axes, int64_t rows, int64_t cols) {
+  const auto it = tensors.find(name);
+  if (it == tensors.end()) return std::nullopt;
+  const StoredTensor& t = it->second;
+  if (t.axes != axes || t.view.rows != rows || t.view.cols != cols)
+    throw Invalid(name + ": shape " + shape(t.axes, t.view.rows, t.view.cols) + ", the hyper-parameters ask for " +
+                  shape(axes, rows, cols));
+  taken.insert(name);
+  return t.view;
+}
+
+}  // namespace
+
+std::optional<MatrixView> TensorTable::matrix_if_present(const std::string& name, int64_t rows, int64_t cols) {
+  return take(tensors_, taken_, name, 2, rows, cols);
+}
+
+std::optional<MatrixView> TensorTable::vector_if_present(const std::string& name, int64_t dim) {
+  return take(tensors_, taken_, name, 1, 1, dim);
+}
+
+MatrixView TensorTable::matrix(const std::string& name, int64_t rows, int64_t cols) {
+  if (const auto view = matrix_if_present(name, rows, cols)) return *view;
+  throw Invalid(name + ": tensor is missing");
+}
+
+MatrixView TensorTable::vector(const std::string& name, int64_t dim) {
+  if (const auto view = vector_if_present(name, dim)) return *view;
+  throw Invalid(name + ": tensor is missing");
+}
+
+void TensorTable::refuse_untaken() const {
+  for (const auto& [name, tensor] : tensors_)
+    if (!taken_.contains(name)) throw Unsupported(name + ": this tensor is not implemented");
+}
+
+}  // namespace ds4

@@ -1,0 +1,240 @@
+#include "session/session.h"
+
+#include <algorithm>
+#include <cassert>
+
+#include "quant/quant.h"
+
+namespace ds4 {
+namespace {
+
+void check_ids(std::span<const int32_t> ids, int64_t vocab) {
+  for (size_t i = 0; i < ids.size(); ++i)
+    if (ids[i] < 0 || ids[i] >= vocab)
+      throw Invalid("token " + std::to_string(ids[i]) + " at index " + std::to_string(i) + " is outside the vocabulary of " +
+                    std::to_string(vocab));
+}
+
+}  // namespace
+
+Session::Session(std::shared_ptr<LoadedModel> model, int64_t ctx) : model_(std::move(model)), ctx_(ctx) {
+  if (ctx < 1 || ctx > INT32_MAX) throw Invalid("a context of " + std::to_string(ctx) + " tokens");
+  if (!model_->loaded) throw Invalid("the model's weights are not loaded");
+  const std::scoped_lock lock(model_->backend->busy);
+  state_ = model_->backend->ops->new_state(model_->model->state_specs(), ctx);
+}
+
+Session::~Session() {
+  const std::scoped_lock lock(model_->backend->busy);
+  state_.reset();
+}
+
+std::vector<int32_t> Session::tokens() const {
+  const std::scoped_lock lock(model_->backend->busy);
+  return tokens_;
+}
+
+size_t Session::resident_bytes() const {
+  const std::scoped_lock lock(model_->backend->busy);
+  return state_->resident_bytes() + tokens_.capacity() * sizeof(int32_t) + logits_.capacity() * sizeof(float);
+}
+
+int64_t Session::common_prefix(std::span<const int32_t> ids) const {
+  const std::scoped_lock lock(model_->backend->busy);
+  const size_t n = std::min(ids.size(), tokens_.size());
+  return std::mismatch(tokens_.begin(), tokens_.begin() + static_cast<ptrdiff_t>(n), ids.begin()).first - tokens_.begin();
+}
+
+bool Session::can_rewind_locked(int64_t n) const {
+  const auto have = static_cast<int64_t>(tokens_.size());
+  return n >= 0 && n <= have && model_->model->can_truncate(have, n);
+}
+
+bool Session::can_rewind(int64_t n) const {
+  const std::scoped_lock lock(model_->backend->busy);
+  return can_rewind_locked(n);
+}
+
+void Session::clear_locked() noexcept {
+  state_->truncate(0);
+  tokens_.clear();
+  n_tokens_ = 0;
+  logits_.clear();
+  importing_.clear();
+}
+
+void Session::clear() {
+  const std::scoped_lock lock(model_->backend->busy);
+  clear_locked();
+}
+
+void Session::rewind(int64_t n) {
+  const std::scoped_lock lock(model_->backend->busy);
+  rewind_locked(n);
+}
+
+void Session::rewind_locked(int64_t n) {
+  const auto have = static_cast<int64_t>(tokens_.size());
+  if (n < 0 || n > have)
+    throw Invalid("rewind to " + std::to_string(n) + " tokens of a session of " + std::to_string(have));
+  if (n == have) return;
+  if (!can_rewind_locked(n)) {
+    clear_locked();
+    throw SessionInvalid("the state of " + std::to_string(have) + " tokens cannot be cut to " + std::to_string(n));
+  }
+  state_->truncate(n);
+  tokens_.resize(static_cast<size_t>(n));
+  n_tokens_ = n;
+  logits_.clear();
+}
+
+void Session::fork_from(const Session& other, int64_t n) {
+  const std::scoped_lock lock(model_->backend->busy);
+  if (&other == this) return rewind_locked(n);
+  const auto have = static_cast<int64_t>(other.tokens_.size());
+  if (other.model_ != model_) throw Invalid("fork from a session of another model");
+  if (n < 0 || n > have) throw Invalid("fork " + std::to_string(n) + " tokens of a session of " + std::to_string(have));
+  if (n > ctx_) throw ContextLength(n, ctx_);
+  // Whatever comes next, this session's old content is gone; freed first, it does not count twice while copying.
+  clear_locked();
+  if (!other.can_rewind_locked(n))
+    throw SessionInvalid("the state of " + std::to_string(have) + " tokens cannot be cut to " + std::to_string(n));
+  if (n == 0) return;
+  try {
+    tokens_.assign(other.tokens_.begin(), other.tokens_.begin() + static_cast<ptrdiff_t>(n));
+    if (n == have) logits_ = other.logits_;
+    state_->fork_from(*other.state_, n);
+    n_tokens_ = n;
+  } catch (...) {
+    clear_locked();
+    throw;
+  }
+}
+
+bool Session::has_logits() const {
+  const std::scoped_lock lock(model_->backend->busy);
+  return !logits_.empty();
+}
+
+std::vector<float> Session::logits() const {
+  const std::scoped_lock lock(model_->backend->busy);
+  if (logits_.empty()) throw SessionInvalid("the session has no logits for its last token");
+  return logits_;
+}
+
+void Session::export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const {
+  const std::scoped_lock lock(model_->backend->busy);
+  const auto& specs = model_->model->state_specs();
+  if (index >= specs.size()) throw Invalid("state buffer " + std::to_string(index) + " does not exist");
+  const int64_t rows = payload_rows(specs[index], static_cast<int64_t>(tokens_.size()));
+  if (first < 0 || count < 0 || first > rows || count > rows - first)
+    throw Invalid("rows " + std::to_string(first) + "+" + std::to_string(count) + " of " + std::to_string(rows));
+  state_->export_rows(index, first, count, out);
+}
+
+void Session::begin_import(std::span<const int32_t> ids) {
+  const std::scoped_lock lock(model_->backend->busy);
+  check_ids(ids, model_->model->vocab());
+  if (static_cast<int64_t>(ids.size()) > ctx_) throw ContextLength(static_cast<int64_t>(ids.size()), ctx_);
+  clear_locked();
+  importing_.assign(ids.begin(), ids.end());
+  state_->reserve(static_cast<int64_t>(ids.size()));
+}
+
+void Session::import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) {
+  const std::scoped_lock lock(model_->backend->busy);
+  const auto& specs = model_->model->state_specs();
+  if (index >= specs.size()) throw Invalid("state buffer " + std::to_string(index) + " does not exist");
+  if (!tokens_.empty()) throw Invalid("import into a session that is in use");
+  const int64_t rows = payload_rows(specs[index], static_cast<int64_t>(importing_.size()));
+  if (first < 0 || count < 0 || first > rows || count > rows - first)
+    throw Invalid("rows " + std::to_string(first) + "+" + std::to_string(count) + " of " + std::to_string(rows));
+  state_->import_rows(index, first, count, in);
+}
+
+void Session::finish_import(std::span<const float> logits) {
+  const std::scoped_lock lock(model_->backend->busy);
+  if (!logits.empty() && static_cast<int64_t>(logits.size()) != model_->model->vocab())
+    throw Invalid(std::to_string(logits.size()) + " logits for a vocabulary of " + std::to_string(model_->model->vocab()));
+  logits_.assign(logits.begin(), logits.end());
+  tokens_ = std::move(importing_);
+  importing_.clear();
+  n_tokens_ = static_cast<int64_t>(tokens_.size());
+}
+
+namespace {
+
+void check_step(const LoadedModel& model, std::span<const StepRow> rows, auto&& tokens_of, auto&& model_of) {
+  if (!model.loaded) throw Invalid("the model's weights are not loaded");
+  if (rows.empty()) throw Invalid("a step without rows");
+  const int64_t vocab = model.model->vocab();
+  std::vector<const void*> seen;
+  for (const StepRow& row : rows) {
+    if (model_of(row) != &model) throw Invalid("a session of another model");
+    if (row.tokens.empty()) throw Invalid("a row without tokens");
+    check_ids(row.tokens, vocab);
+    const auto need = tokens_of(row) + static_cast<int64_t>(row.tokens.size());
+    if (need > row.session->ctx()) throw ContextLength(need, row.session->ctx());
+    if (row.sampler && row.sampler->vocab() != vocab)
+      throw Invalid("a sampler for " + std::to_string(row.sampler->vocab()) + " tokens, the vocabulary has " +
+                    std::to_string(vocab));
+    seen.push_back(row.session);
+    if (row.sampler) seen.push_back(row.sampler);
+  }
+  std::sort(seen.begin(), seen.end());
+  if (std::adjacent_find(seen.begin(), seen.end()) != seen.end())
+    throw Invalid("a session or sampler stands in two rows of one step");
+}
+
+}  // namespace
+
+void step(LoadedModel& loaded, std::span<StepRow> rows) {
+  const std::scoped_lock lock(loaded.backend->busy);
+  check_step(
+      loaded, rows, [](const StepRow& r) { return static_cast<int64_t>(r.session->tokens_.size()); },
+      [](const StepRow& r) { return r.session->model_.get(); });
+
+  Ops& ops = *loaded.backend->ops;
+  const int64_t vocab = loaded.model->vocab();
+  try {
+    std::vector<int32_t> ids, wanted;
+    std::vector<RowRef> refs;
+    for (const StepRow& row : rows) {
+      Session& s = *row.session;
+      auto position = static_cast<int32_t>(s.tokens_.size());
+      s.state_->reserve(position + static_cast<int64_t>(row.tokens.size()));
+      s.tokens_.reserve(s.tokens_.size() + row.tokens.size());
+      for (const int32_t id : row.tokens) {
+        ids.push_back(id);
+        refs.push_back({s.state_.get(), position++});
+      }
+      if (row.sampler || row.want_logits) wanted.push_back(static_cast<int32_t>(ids.size()) - 1);
+    }
+
+    const Tensor logits = loaded.model->forward({.ids = ids, .rows = refs, .wanted = wanted, .probe = {}});
+
+    int64_t at = 0;
+    std::vector<float> copy;
+    for (StepRow& row : rows) {
+      Session& s = *row.session;
+      s.logits_.clear();
+      s.tokens_.insert(s.tokens_.end(), row.tokens.begin(), row.tokens.end());
+      if (!row.sampler && !row.want_logits) continue;
+      const Tensor one = logits.rows(at++, 1);
+      const float* values = one.data;
+      if (row.want_logits || !ops.host_memory()) {
+        std::vector<float>& to = row.want_logits ? s.logits_ : copy;
+        to.resize(static_cast<size_t>(vocab));
+        ops.to_host(one, to.data());
+        values = to.data();
+      }
+      if (row.sampler) row.sampled = row.sampler->sample({values, static_cast<size_t>(vocab)}, &row.logprobs);
+    }
+    for (const StepRow& row : rows) row.session->n_tokens_ = static_cast<int64_t>(row.session->tokens_.size());
+  } catch (const std::exception& e) {
+    for (const StepRow& row : rows) row.session->clear_locked();
+    throw StepFailed(e.what());
+  }
+}
+
+}  // namespace ds4

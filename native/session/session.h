@@ -1,0 +1,122 @@
+// Sessions and the step: who remembers. A session is one timeline: its tokens, the state that the model family keeps
+// for them, and the logits after the last one. A step advances several sessions in one forward pass.
+//
+//   tokens  t0 t1 ... t(n-1)          always exactly what the state was computed from
+//   state   one buffer per StateSpec  rows for n tokens
+//   logits  [vocab] after t(n-1)      or none (nobody asked, or the session was rewound)
+//
+// Every public operation leaves the session in that form, also when it throws. Operations of one backend exclude each
+// other with a lock; a session is otherwise used by one thread at a time.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "model/model.h"
+#include "ops.h"
+#include "session/sampler.h"
+
+namespace ds4 {
+
+// A step or prompt needs more positions than the session has.
+struct ContextLength : Invalid {
+  ContextLength(int64_t tokens, int64_t ctx)
+      : Invalid(std::to_string(tokens) + " tokens in a context of " + std::to_string(ctx)), n_tokens(tokens), n_ctx(ctx) {}
+  int64_t n_tokens, n_ctx;
+};
+// A session cannot do what was asked: it has no logits, or its state cannot be cut there.
+struct SessionInvalid : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// The forward pass or an allocation failed; the sessions of the step were cleared.
+struct StepFailed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The operations of one device and the lock that keeps its users apart.
+struct Backend {
+  explicit Backend(std::unique_ptr<Ops> o) : ops(std::move(o)) {}
+  std::unique_ptr<Ops> ops;
+  std::mutex busy;
+};
+
+// A model whose weights the backend holds. `keep_alive` owns the mapped file.
+struct LoadedModel {
+  std::shared_ptr<Backend> backend;
+  std::unique_ptr<Model> model;
+  std::shared_ptr<void> keep_alive;
+  bool loaded = false;
+};
+
+class Session {
+ public:
+  // Throws Invalid for a capacity below one token; the state grows with use.
+  Session(std::shared_ptr<LoadedModel> model, int64_t ctx);
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  int64_t ctx() const { return ctx_; }
+  int64_t n_tokens() const { return n_tokens_.load(std::memory_order_relaxed); }
+  std::vector<int32_t> tokens() const;
+  size_t resident_bytes() const;
+
+  // Length of the equal prefix.
+  int64_t common_prefix(std::span<const int32_t> ids) const;
+  bool can_rewind(int64_t n) const;
+  // Cuts to the first n tokens, 0 <= n <= n_tokens (else Invalid). Throws SessionInvalid, and clears, where the family
+  // cannot. Logits survive only when nothing is cut.
+  void rewind(int64_t n);
+  void clear();
+  // Becomes a copy of `other` cut to n tokens; both of the same model. Throws Invalid, ContextLength, SessionInvalid;
+  // on SessionInvalid and bad_alloc this session is left cleared, `other` never changes.
+  void fork_from(const Session& other, int64_t n);
+
+  bool has_logits() const;
+  // Throws SessionInvalid when there are none.
+  std::vector<float> logits() const;
+
+  // Persistence, generic over the specs: rows of buffer `index` as the payload stores them.
+  void export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const;
+  // Replaces the session: `begin_import` clears it and makes room for the tokens; rows follow; `finish_import` makes it
+  // valid. Between the two the session counts as empty. Token ids are checked (Invalid), room too (ContextLength).
+  void begin_import(std::span<const int32_t> ids);
+  void import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in);
+  // `logits` is [vocab] or empty.
+  void finish_import(std::span<const float> logits);
+
+ private:
+  friend void step(LoadedModel& model, std::span<struct StepRow> rows);
+
+  void clear_locked() noexcept;
+  bool can_rewind_locked(int64_t n) const;
+  void rewind_locked(int64_t n);
+
+  std::shared_ptr<LoadedModel> model_;
+  int64_t ctx_;
+  std::unique_ptr<State> state_;
+  std::vector<int32_t> tokens_;
+  std::atomic<int64_t> n_tokens_{0};  // tokens_.size(), readable beside a running step
+  std::vector<float> logits_;         // empty: none
+  std::vector<int32_t> importing_;
+};
+
+// One session's share of a step, and its result.
+struct StepRow {
+  Session* session = nullptr;
+  std::span<const int32_t> tokens;  // one: decode; many: a prefill chunk
+  Sampler* sampler = nullptr;       // draws the token after the last one
+  bool want_logits = false;         // keeps the logits of the last position in the session
+
+  int32_t sampled = -1;  // result of the sampler
+  SampleLogprobs logprobs;
+};
+
+// One forward pass over all rows. Checks everything first: on Invalid and ContextLength nothing has changed. On any
+// later failure all sessions of the step are cleared and StepFailed is thrown.
+void step(LoadedModel& model, std::span<StepRow> rows);
+
+}  // namespace ds4
