@@ -133,8 +133,8 @@ std::shared_ptr<LoadedModel> make_loaded_model(const PyBackend& backend, const s
   auto loaded = std::make_shared<LoadedModel>();
   loaded->keep_alive = views;
   loaded->backend = backend.backend;
-  loaded->model = make_model(family, HyperParams(hyper_params(params)), TensorTable(std::move(table)),
-                             static_cast<DType>(kv_type));
+  loaded->model =
+      make_model(family, HyperParams(hyper_params(params)), TensorTable(std::move(table)), static_cast<DType>(kv_type));
   return loaded;
 }
 
@@ -283,8 +283,7 @@ void bind_engine(py::module_& m) {
   m.def(
       "row_bytes", [](int32_t type, int64_t cols) { return row_bytes(static_cast<DType>(type), cols); },
       py::arg("type"), py::arg("cols"));
-  m.def(
-      "dtype_name", [](int32_t type) { return dtype_name(static_cast<DType>(type)); }, py::arg("type"));
+  m.def("dtype_name", [](int32_t type) { return dtype_name(static_cast<DType>(type)); }, py::arg("type"));
   m.def("float_to_half", &float_to_half, py::arg("value"));
   m.def("half_to_float", &half_to_float, py::arg("half"));
   m.def("float_to_bf16", &float_to_bf16, py::arg("value"));
@@ -313,14 +312,17 @@ void bind_engine(py::module_& m) {
       .def("load", &load_weights, py::arg("progress") = py::none())
       .def_property_readonly("vocab", [](const LoadedModel& l) { return l.model->vocab(); })
       .def_property_readonly("layers", [](const LoadedModel& l) { return l.model->layers(); })
-      .def_property_readonly("resident_bytes", [](const LoadedModel& l) { return l.loaded ? l.model->resident_bytes() : 0; })
+      .def_property_readonly("resident_bytes",
+                             [](const LoadedModel& l) { return l.loaded ? l.model->resident_bytes() : 0; })
       .def_property_readonly("state_specs", &state_specs)
       .def("buffer_rows", &buffer_rows, py::arg("index"), py::arg("tokens"))
       .def(
-          "state_bytes", [](const LoadedModel& l, int64_t tokens) { return payload_bytes(l.model->state_specs(), tokens); },
+          "state_bytes",
+          [](const LoadedModel& l, int64_t tokens) { return payload_bytes(l.model->state_specs(), tokens); },
           py::arg("tokens"))
       .def(
-          "workspace_bytes", [](const LoadedModel& l, int64_t rows, int64_t wanted) { return l.model->workspace_bytes(rows, wanted); },
+          "workspace_bytes",
+          [](const LoadedModel& l, int64_t rows, int64_t wanted) { return l.model->workspace_bytes(rows, wanted); },
           py::arg("rows"), py::arg("wanted"))
       .def("hidden_states", &hidden_states, py::arg("tokens"))
       .def("step", &run_step, py::arg("rows"));
@@ -333,8 +335,8 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("ctx", &Session::ctx)
       .def_property_readonly("n_tokens", &Session::n_tokens)
       .def_property_readonly("tokens", &session_tokens)
-      .def_property_readonly("has_logits", &Session::has_logits, NoGil())
-      .def_property_readonly("resident_bytes", &Session::resident_bytes, NoGil())
+      .def_property_readonly("has_logits", py::cpp_function(&Session::has_logits, NoGil()))
+      .def_property_readonly("resident_bytes", py::cpp_function(&Session::resident_bytes, NoGil()))
       .def("logits", &session_logits)
       .def(
           "common_prefix",

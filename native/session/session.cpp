@@ -11,8 +11,8 @@ namespace {
 void check_ids(std::span<const int32_t> ids, int64_t vocab) {
   for (size_t i = 0; i < ids.size(); ++i)
     if (ids[i] < 0 || ids[i] >= vocab)
-      throw Invalid("token " + std::to_string(ids[i]) + " at index " + std::to_string(i) + " is outside the vocabulary of " +
-                    std::to_string(vocab));
+      throw Invalid("token " + std::to_string(ids[i]) + " at index " + std::to_string(i) +
+                    " is outside the vocabulary of " + std::to_string(vocab));
 }
 
 }  // namespace
@@ -42,7 +42,8 @@ size_t Session::resident_bytes() const {
 int64_t Session::common_prefix(std::span<const int32_t> ids) const {
   const std::scoped_lock lock(model_->backend->busy);
   const size_t n = std::min(ids.size(), tokens_.size());
-  return std::mismatch(tokens_.begin(), tokens_.begin() + static_cast<ptrdiff_t>(n), ids.begin()).first - tokens_.begin();
+  return std::mismatch(tokens_.begin(), tokens_.begin() + static_cast<ptrdiff_t>(n), ids.begin()).first -
+         tokens_.begin();
 }
 
 bool Session::can_rewind_locked(int64_t n) const {
@@ -155,7 +156,8 @@ void Session::import_rows(size_t index, int64_t first, int64_t count, std::span<
 void Session::finish_import(std::span<const float> logits) {
   const std::scoped_lock lock(model_->backend->busy);
   if (!logits.empty() && static_cast<int64_t>(logits.size()) != model_->model->vocab())
-    throw Invalid(std::to_string(logits.size()) + " logits for a vocabulary of " + std::to_string(model_->model->vocab()));
+    throw Invalid(std::to_string(logits.size()) + " logits for a vocabulary of " +
+                  std::to_string(model_->model->vocab()));
   logits_.assign(logits.begin(), logits.end());
   tokens_ = std::move(importing_);
   importing_.clear();

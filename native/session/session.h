@@ -24,7 +24,9 @@ namespace ds4 {
 // A step or prompt needs more positions than the session has.
 struct ContextLength : Invalid {
   ContextLength(int64_t tokens, int64_t ctx)
-      : Invalid(std::to_string(tokens) + " tokens in a context of " + std::to_string(ctx)), n_tokens(tokens), n_ctx(ctx) {}
+      : Invalid(std::to_string(tokens) + " tokens in a context of " + std::to_string(ctx)),
+        n_tokens(tokens),
+        n_ctx(ctx) {}
   int64_t n_tokens, n_ctx;
 };
 // A session cannot do what was asked: it has no logits, or its state cannot be cut there.

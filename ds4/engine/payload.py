@@ -1,0 +1,244 @@
+"""The session payload: one session as bytes, independent of the backend that computed it.
+
+Layout and refusals: `docs/formats/session-payload.md`. Everything the header claims is compared with the receiving
+session before anything of a claimed size is allocated. Integrity of the rows (a checksum) is the business of whoever
+stores the payload.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ds4 import _cpu
+from ds4.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
+
+    import numpy.typing as npt
+
+MAGIC = b"DS4STATE"
+VERSION = 1
+_PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the header
+_MAX_HEADER = 1 << 20
+_MAX_NUMBER = 1 << 53
+_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BufferHeader:
+    """One state buffer: its declaration by the family, and the rows stored here. `type` is a GGUF type name."""
+
+    name: str
+    kind: str
+    type: str
+    heads: int
+    width: int
+    ratio: int
+    capacity: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadHeader:
+    """What a payload says about itself. `fingerprint` identifies the weights that computed it."""
+
+    family: str
+    fingerprint: str
+    vocab: int
+    n_tokens: int
+    logits: bool
+    buffers: tuple[BufferHeader, ...]
+
+
+def _buffers(model: _cpu.Model, n_tokens: int) -> tuple[BufferHeader, ...]:
+    return tuple(
+        BufferHeader(name, kind, _cpu.dtype_name(dtype), heads, width, ratio, capacity, model.buffer_rows(i, n_tokens))
+        for i, (name, kind, dtype, heads, width, ratio, capacity) in enumerate(model.state_specs)
+    )
+
+
+def _row_bytes(model: _cpu.Model, index: int) -> int:
+    _, _, dtype, heads, width, _, _ = model.state_specs[index]
+    return _cpu.row_bytes(dtype, heads * width)
+
+
+def _rows_per_chunk(row_bytes: int) -> int:
+    return max(1, _CHUNK // row_bytes)
+
+
+def payload_bytes(model: _cpu.Model, family: str, fingerprint: str, n_tokens: int, logits: bool) -> int:
+    """Size of the payload of a session of n_tokens tokens."""
+    header = PayloadHeader(family, fingerprint, model.vocab, n_tokens, logits, _buffers(model, n_tokens))
+    return (
+        _PREFIX.size
+        + len(_encode(header))
+        + 4 * n_tokens
+        + (4 * model.vocab if logits else 0)
+        + model.state_bytes(n_tokens)
+    )
+
+
+def _encode(header: PayloadHeader) -> bytes:
+    return json.dumps(asdict(header), sort_keys=True, separators=(",", ":")).encode()
+
+
+def write_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerprint: str, file: BinaryIO) -> int:
+    """Writes the session, returns the bytes written. Raises OSError of the file; the session does not change."""
+    tokens = session.tokens
+    logits = session.logits() if session.has_logits else None
+    header = PayloadHeader(
+        family, fingerprint, model.vocab, len(tokens), logits is not None, _buffers(model, len(tokens))
+    )
+    encoded = _encode(header)
+    written = 0
+
+    def put(data: bytes | memoryview) -> None:
+        nonlocal written
+        file.write(data)
+        written += len(data)
+
+    put(_PREFIX.pack(MAGIC, VERSION, len(encoded)))
+    put(encoded)
+    put(tokens.astype("<i4").tobytes())
+    if logits is not None:
+        put(logits.astype("<f4").tobytes())
+    scratch = bytearray(_CHUNK)
+    for index, buffer in enumerate(header.buffers):
+        row_bytes = _row_bytes(model, index)
+        step = _rows_per_chunk(row_bytes)
+        if step * row_bytes > len(scratch):
+            scratch = bytearray(step * row_bytes)
+        for first in range(0, buffer.rows, step):
+            count = min(step, buffer.rows - first)
+            view = memoryview(scratch)[: count * row_bytes]
+            session.export_rows(index, first, count, view)
+            put(view)
+    return written
+
+
+def read_header(file: BinaryIO) -> PayloadHeader:
+    """Reads and checks the header alone. Raises CheckpointError."""
+    prefix = _read_exactly(file, _PREFIX.size, "prefix")
+    magic, version, size = _PREFIX.unpack(prefix)
+    if magic != MAGIC:
+        raise CheckpointError(f"not a session payload: magic {magic!r}, expected {MAGIC!r}")
+    if version != VERSION:
+        raise CheckpointError(f"payload version {version}, this build reads version {VERSION}")
+    if not 0 < size <= _MAX_HEADER:
+        raise CheckpointError(f"payload header of {size} bytes, at most {_MAX_HEADER} are allowed")
+    try:
+        return _decode(json.loads(_read_exactly(file, size, "header")))
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"payload header is damaged: {e}") from None
+
+
+def _decode(raw: Any) -> PayloadHeader:
+    def members(value: Any, cls: type, where: str) -> dict[str, Any]:
+        names = set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        if not isinstance(value, dict) or set(value) != names:
+            raise ValueError(f"{where} does not have the members {sorted(names)}")
+        for name, kind in cls.__annotations__.items():
+            member = value[name]
+            if kind == "int" and not (type(member) is int and 0 <= member <= _MAX_NUMBER):
+                raise ValueError(f"{where}.{name} is not a count")
+            if kind == "str" and not isinstance(member, str):
+                raise ValueError(f"{where}.{name} is not a string")
+            if kind == "bool" and not isinstance(member, bool):
+                raise ValueError(f"{where}.{name} is not a boolean")
+        return value
+
+    header = members(raw, PayloadHeader, "header")
+    buffers = header["buffers"]
+    if not isinstance(buffers, list):
+        raise ValueError("header.buffers is not a list")
+    parsed = tuple(BufferHeader(**members(b, BufferHeader, f"buffers[{i}]")) for i, b in enumerate(buffers))
+    return PayloadHeader(**{**header, "buffers": parsed})
+
+
+def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerprint: str, file: BinaryIO) -> None:
+    """Replaces the session. Raises CheckpointError, or the file's OSError; the session is cleared then."""
+    session.clear()
+    header = read_header(file)
+    for name, found, wanted in (
+        ("family", header.family, family),
+        ("weights fingerprint", header.fingerprint, fingerprint),
+        ("vocabulary size", header.vocab, model.vocab),
+    ):
+        if found != wanted:
+            raise CheckpointError(f"payload of another model: {name} {found!r}, this model has {wanted!r}")
+    if header.n_tokens > session.ctx:
+        raise CheckpointError(f"payload of {header.n_tokens} tokens, the session has room for {session.ctx}")
+    expected = _buffers(model, header.n_tokens)
+    if len(header.buffers) != len(expected):
+        raise CheckpointError(f"payload of {len(header.buffers)} state buffers, this model has {len(expected)}")
+    for found_buffer, wanted_buffer in zip(header.buffers, expected, strict=True):
+        if found_buffer != wanted_buffer:
+            raise CheckpointError(f"payload with state buffer {found_buffer}, this model has {wanted_buffer}")
+    if header.logits and header.n_tokens == 0:
+        raise CheckpointError("payload with logits of no tokens")
+    _check_length(file, 4 * header.n_tokens + (4 * header.vocab if header.logits else 0), model, header.n_tokens)
+
+    tokens = np.frombuffer(_read_exactly(file, 4 * header.n_tokens, "tokens"), dtype="<i4").astype(np.int32)
+    logits: npt.NDArray[np.float32] | None = None
+    if header.logits:
+        logits = np.frombuffer(_read_exactly(file, 4 * header.vocab, "logits"), dtype="<f4").astype(np.float32)
+    try:
+        session.begin_import(tokens)
+        scratch = bytearray()
+        for index, buffer in enumerate(expected):
+            row_bytes = _row_bytes(model, index)
+            step = min(_rows_per_chunk(row_bytes), buffer.rows)
+            if step * row_bytes > len(scratch):
+                scratch = bytearray(step * row_bytes)
+            for first in range(0, buffer.rows, max(step, 1)):
+                count = min(step, buffer.rows - first)
+                view = memoryview(scratch)[: count * row_bytes]
+                _read_into(file, view, f"rows of {buffer.name}")
+                session.import_rows(index, first, count, view)
+        session.finish_import(logits)
+    except ValueError as e:
+        session.clear()
+        raise CheckpointError(f"payload is damaged: {e}") from None
+    except BaseException:
+        session.clear()
+        raise
+
+
+def _check_length(file: BinaryIO, fixed: int, model: _cpu.Model, n_tokens: int) -> None:
+    """Refuses a file that is shorter than its header says, where the file can tell."""
+    if not file.seekable():
+        return
+    here = file.tell()
+    left = file.seek(0, 2) - here
+    file.seek(here)
+    need = fixed + model.state_bytes(n_tokens)
+    if left < need:
+        raise CheckpointError(f"payload is cut: {left} bytes after the header, which promises {need}")
+
+
+def _read_exactly(file: BinaryIO, size: int, what: str) -> bytes:
+    parts: list[bytes] = []
+    left = size
+    while left:
+        part = file.read(min(left, _CHUNK))
+        if not part:
+            raise CheckpointError(f"payload is cut in its {what}: {left} of {size} bytes are missing")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _read_into(file: BinaryIO, view: memoryview, what: str) -> None:
+    done = 0
+    while done < len(view):
+        part = file.read(len(view) - done)
+        if not part:
+            raise CheckpointError(f"payload is cut in its {what}")
+        view[done : done + len(part)] = part
+        done += len(part)
