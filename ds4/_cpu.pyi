@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 class Unsupported(RuntimeError):
     """The model asks for what the backend does not implement."""
 
-def dequantize(type: int, data: Buffer) -> npt.NDArray[np.float32]:
+def dequantize(type: int, data: bytes | memoryview | npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     """The elements of a row of whole blocks. Raises Unsupported, ValueError."""
 
 def row_bytes(type: int, cols: int) -> int:
@@ -22,6 +22,92 @@ def dtype_name(type: int) -> str: ...
 def float_to_half(value: float) -> int: ...
 def half_to_float(half: int) -> float: ...
 def float_to_bf16(value: float) -> int: ...
+
+# ---- native/model, native/session: backends, models, sessions, the step
+
+Tokens = Sequence[int] | npt.NDArray[np.int32]
+StateSpec = tuple[str, str, int, int, int, int, int]
+"""(name, kind, type id, heads, width, ratio, capacity) of one state buffer; kinds as in native/ops.h."""
+
+class Backend:
+    """A device with its operations: "cpu" (kernels for this machine) or "reference" (slow scalar oracle).
+
+    `threads` 0 is one per usable core; `isa` caps the instruction set. With `faulty` the backend fails on demand.
+    Raises Unsupported.
+    """
+
+    def __init__(self, kind: str, *, threads: int = 0, isa: str = "auto", faulty: bool = False) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def scratch_bytes(self) -> int: ...
+    def fail_after(self, operations: int) -> None:
+        """The operation after so many more fails, once; negative: never. Raises ValueError without `faulty`."""
+
+class Model:
+    """A model family on a backend. `tensors`: name -> (bytes, shape, type id); the buffers stay exported.
+
+    Raises Unsupported (family, key or tensor not implemented) and ValueError (missing or contradictory); the message
+    begins with the key or tensor.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        family: str,
+        params: Mapping[str, bool | int | float | str],
+        tensors: Mapping[str, tuple[memoryview, tuple[int, ...], int]],
+        *,
+        kv_type: int = 1,
+    ) -> None: ...
+    def load(self, progress: Callable[[int, int], object] | None = None) -> None:
+        """Hands the weights to the backend; once. Raises Unsupported for a type without a kernel."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def resident_bytes(self) -> int: ...
+    @property
+    def state_specs(self) -> list[StateSpec]: ...
+    def buffer_rows(self, index: int, tokens: int) -> int:
+        """Rows of a buffer that a payload of so many tokens holds."""
+
+    def state_bytes(self, tokens: int) -> int: ...
+    def workspace_bytes(self, rows: int, wanted: int) -> int: ...
+    def hidden_states(self, tokens: Tokens) -> npt.NDArray[np.float32]:
+        """[layers + 1, T, width]: the residual stream before each layer, and the final norm's output."""
+
+    def step(
+        self, rows: Sequence[tuple[Session, Tokens, Sampler | None, bool]]
+    ) -> list[tuple[int | None, tuple[float, list[tuple[int, float]]] | None]]:
+        """One forward pass over rows (session, tokens, sampler, want_logits); see `EngineLike.step`."""
+
+class Session:
+    """One timeline. Raises ValueError, SessionInvalidError and ContextLengthError as `SessionLike` says."""
+
+    def __init__(self, model: Model, ctx: int) -> None: ...
+    @property
+    def ctx(self) -> int: ...
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def has_logits(self) -> bool: ...
+    @property
+    def resident_bytes(self) -> int: ...
+    def logits(self) -> npt.NDArray[np.float32]: ...
+    def common_prefix(self, tokens: Tokens) -> int: ...
+    def can_rewind(self, n_tokens: int) -> bool: ...
+    def rewind(self, n_tokens: int) -> None: ...
+    def clear(self) -> None: ...
+    def fork_from(self, other: Session, n_tokens: int) -> None: ...
+    def export_rows(self, index: int, first: int, count: int, out: bytearray | memoryview) -> None: ...
+    def begin_import(self, tokens: Tokens) -> None: ...
+    def import_rows(self, index: int, first: int, count: int, data: bytes | memoryview) -> None: ...
+    def finish_import(self, logits: npt.NDArray[np.float32] | None) -> None: ...
 
 # ---- native/session/sampler
 

@@ -42,7 +42,8 @@ def _cgroup_available(root: Path) -> int:
         return _UNLIMITED
     best = _UNLIMITED
     for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if controllers == "":
             base, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):

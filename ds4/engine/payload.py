@@ -188,6 +188,8 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
     logits: npt.NDArray[np.float32] | None = None
     if header.logits:
         logits = np.frombuffer(_read_exactly(file, 4 * header.vocab, "logits"), dtype="<f4").astype(np.float32)
+        if np.isnan(logits).any():
+            raise CheckpointError("payload is damaged: a logit is not a number")
     try:
         session.begin_import(tokens)
         scratch = bytearray()

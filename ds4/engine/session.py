@@ -106,13 +106,16 @@ class Session:
         stay), EngineError (the session is cleared).
         """
         native = self.native
-        ids = np.ascontiguousarray(tokens, dtype=np.int64) if len(tokens) else np.empty(0, np.int64)
-        total = len(ids)
+        total = len(tokens)
         if total == 0:
             raise ValueError("sync to no tokens: there are no logits before the first token")
         if total > self.ctx:
             raise ContextLengthError(total, self.ctx)
         vocab = self._model.native.vocab
+        try:
+            ids = np.asarray(tokens, dtype=np.int64)
+        except OverflowError:
+            raise ValueError(f"a token id is outside the vocabulary of {vocab}") from None
         wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
         if len(wrong):
             raise ValueError(f"token {ids[wrong[0]]} at index {wrong[0]} is outside the vocabulary of {vocab}")

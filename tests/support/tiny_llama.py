@@ -246,7 +246,7 @@ class TinyLlama:
 
 
 def byte_vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
-    """Names, GGUF token types and merges of a byte-level vocabulary: 3 control tokens, 256 bytes, one merge, fillers."""
+    """Names, GGUF token types and merges: 3 control tokens, 256 bytes, one merge, fillers."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shown = {b: chr(b) for b in printable}
     spare = 0
