@@ -220,8 +220,8 @@ class Connection(asyncio.Protocol):
             refusal = Refusal(417, "the only supported expectation is 100-continue")
         elif request.method != "OPTIONS":
             refusal = self._check_coding(headers.get("content-encoding", ""))
-            if refusal is None and server.gate is not None:
-                refusal = server.gate(request)
+            if refusal is None:
+                refusal = server.ask_gate(request)
         if refusal is not None and (length or chunked or request.method == "CONNECT"):
             raise self._refused(refusal)
         self._owe_continue = bool(length or chunked) and "expect" in headers and request.version == "1.1"
@@ -338,9 +338,14 @@ class Connection(asyncio.Protocol):
                 self._held += piece[upgrade.args[0] :]
                 self._held += view
                 return
+            except httptools.HttpParserCallbackError:
+                if self._refusal is None:
+                    log.exception("a parser callback failed")
+                self._fail(self._refusal or Refusal(500, "internal server error"))
+                return
             except httptools.HttpParserError as error:
                 if not self._deaf:
-                    self._fail(self._refusal or Refusal(400, f"bad HTTP request: {error}"))
+                    self._fail(Refusal(400, f"bad HTTP request: {error}"))
                 return
             if self._in_head or (self._request is not None and self._body_size == body_before):
                 # An unfinished header line, chunk extension or trailer is held by the parser, unseen by us.
@@ -489,17 +494,7 @@ class Connection(asyncio.Protocol):
         self._task = None
         self._server.body_bytes -= self._charged
         self._charged = 0
-        if self._server.observers:
-            seconds = time.monotonic() - request.received
-            for observer in self._server.observers:
-                observer.response(
-                    "HEAD" if request.head else request.method,
-                    request.raw_path,
-                    responder.status,
-                    seconds,
-                    request.peer,
-                    reason,
-                )
+        self._server.answered(request, responder.status, reason)
         if self._gone or self._closing:
             return
         if responder.closes:

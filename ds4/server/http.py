@@ -175,8 +175,7 @@ class HttpServer:
                 return False
             min(idle, key=lambda c: c.idle_since).close_if_idle()
         self._connections.add(connection)
-        for observer in self.observers:
-            observer.connections(len(self._connections))
+        self._count()
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(self._sweep_interval, self._sweep)
         return True
@@ -185,10 +184,46 @@ class HttpServer:
         if connection not in self._connections:
             return
         self._connections.discard(connection)
-        for observer in self.observers:
-            observer.connections(len(self._connections))
+        self._count()
         if not self._connections and self._empty is not None and not self._empty.done():
             self._empty.set_result(None)
+
+    def _count(self) -> None:
+        for observer in self.observers:
+            try:
+                observer.connections(len(self._connections))
+            except Exception:
+                log.exception("an observer failed")
+
+    def answered(self, request: Request, status: int, reason: str) -> None:
+        """Tells the observers of a response. They are not in its way: what they raise is logged."""
+        if not self.observers:
+            return
+        method = "HEAD" if request.head else request.method
+        seconds = time.monotonic() - request.received
+        for observer in self.observers:
+            try:
+                observer.response(method, request.raw_path, status, seconds, request.peer, reason)
+            except Exception:
+                log.exception("an observer failed")
+
+    def ask_gate(self, request: Request) -> Refusal | None:
+        if self.gate is None:
+            return None
+        try:
+            return self.gate(request)
+        except Exception:
+            # A broken gate is a closed one.
+            log.exception("the gate failed")
+            return Refusal(500, "internal server error")
+
+    def error(self, status: int, message: str, path: str) -> bytes:
+        """The body of an error that the HTTP layer itself reports."""
+        try:
+            return self.error_body(status, message, path)
+        except Exception:
+            log.exception("the error body failed")
+            return default_error_body(status, message, path)
 
     def orphaned(self, task: asyncio.Task[None]) -> None:
         """The client of this handler is gone: it may clean up, but not for ever."""

@@ -65,7 +65,7 @@ class Responder:
 
     def refuse(self, refusal: Refusal) -> None:
         """Sends an error in the form of the server's `error_body`."""
-        body = self._connection.server.error_body(refusal.status, refusal.message, self.request.path)
+        body = self._connection.server.error(refusal.status, refusal.message, self.request.path)
         self.send(refusal.status, body, headers=refusal.headers, reason=refusal.message)
 
     def start(

@@ -8,9 +8,12 @@ them), `send_many` also puts them into one chunk.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 
 from ds4.server.http import Responder, Stream
+
+log = logging.getLogger("ds4.server.sse")
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
@@ -154,7 +157,11 @@ class KeepAlive:
             stream.quiet += 1
             if stream.quiet >= self._TICKS:
                 stream.quiet = 0
-                stream.beat()
+                try:
+                    stream.beat()
+                except Exception:
+                    log.exception("a keep-alive failed")
+                    stream.abort("internal error")
         self._handle = None
         if self._streams:
             self._schedule()

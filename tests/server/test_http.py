@@ -929,6 +929,34 @@ def test_errors_take_the_form_of_the_path():
     run(main)
 
 
+@pytest.mark.parametrize("broken", ["gate", "error_body", "observer"])
+def test_a_broken_hook_is_ours_and_harms_nobody(broken: str, caplog):
+    def fail(*_: object) -> None:
+        raise RuntimeError("hook broke")
+
+    class BrokenObserver:
+        connections = staticmethod(fail)
+        response = staticmethod(fail)
+
+    async def main():
+        options = {} if broken == "observer" else {broken: fail}
+        async with serving(Router(), **options) as wire:
+            if broken == "observer":
+                wire.server.observers = (BrokenObserver(), wire.seen)
+            client = await wire.connect()
+            reply = await client.ask(post(b"x", "/echo"))
+            assert reply.status == (500 if broken == "gate" else 200)
+            if broken == "gate":
+                assert b"hook broke" not in reply.body
+            else:
+                reply = await client.ask(get("/boom"))
+                assert reply.status == 500 and b"internal server error" in reply.body
+                assert wire.seen.responses[-1][2] == 500
+
+    run(main)
+    assert "hook broke" in caplog.text
+
+
 # ---- many connections, shutdown
 
 
