@@ -10,7 +10,7 @@ D = TypeVar("D")
 class Rax(Generic[V]):
     """An ordered map from bytes to objects that answers prefix questions.
 
-    Under the GIL every method is atomic. Without the GIL each method locks the tree. An iterator whose tree changes
+    Every method is atomic: under the GIL, and without it by locking the tree. An iterator whose tree changes
     raises RuntimeError at its next step.
     """
 
