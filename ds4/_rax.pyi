@@ -37,8 +37,11 @@ class Rax(Generic[V]):
     def remove(self, key: bytes) -> bool:
         """True if the key was there."""
 
-    def longest_prefix(self, query: bytes) -> tuple[bytes, V] | None:
-        """The longest stored key that is a prefix of `query` (the query itself included), with its value."""
+    def longest_prefix(self, query: bytes, start: int = 0) -> tuple[bytes, V] | None:
+        """The longest stored key that is a prefix of `query[start:]` (all of it included), with its value.
+
+        Raises ValueError if `start` is not within the query.
+        """
 
     def items(self, prefix: bytes = b"") -> Iterator[tuple[bytes, V]]:
         """(key, value) of all keys that start with `prefix`, in the order of their bytes."""

@@ -208,12 +208,15 @@ cdef class Rax:
         return self.node_bytes
 
     @cython.critical_section
-    def longest_prefix(self, bytes query not None):
+    def longest_prefix(self, bytes query not None, Py_ssize_t start=0):
         cdef const char *p = PyBytes_AS_STRING(query)
-        cdef Py_ssize_t n = PyBytes_GET_SIZE(query), i = 0, best_at = 0
+        cdef Py_ssize_t n = PyBytes_GET_SIZE(query), i, best_at = 0
         cdef Node *x = self.root
         cdef Node *best = NULL
         cdef Node **link
+        if not 0 <= start <= n:
+            raise ValueError(f"start: expected 0 to {n}, got {start}")
+        i = start
         while True:
             if x.length:
                 if n - i < x.length or memcmp(shared(x), p + i, x.length) != 0:
@@ -231,7 +234,9 @@ cdef class Rax:
             i += 1
         if best == NULL:
             return None
-        return (query if best_at == n else PyBytes_FromStringAndSize(p, best_at), self.value_of(best))
+        if start == 0 and best_at == n:
+            return (query, self.value_of(best))
+        return (PyBytes_FromStringAndSize(p + start, best_at - start), self.value_of(best))
 
     # ---- change -------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,11 @@ def test_picture() -> None:
     assert tree.longest_prefix(b"call_1") == (b"ca", "ca")
     assert tree.longest_prefix(b"call_1bc") == (b"call_1b", "call_1b")
     assert tree.longest_prefix(b"x") == (b"", "")
+    assert tree.longest_prefix(b"a cat", 2) == (b"cat", "cat")
+    assert tree.longest_prefix(b"cat", 3) == (b"", "")
+    for start in (-1, 4):
+        with pytest.raises(ValueError, match="start"):
+            tree.longest_prefix(b"cat", start)
     assert [k for k, _ in tree.items(b"call_1")] == [b"call_1a", b"call_1b"]
     assert [k for k, _ in tree.items(b"cal")] == [b"call_1a", b"call_1b", b"call_2"]
     assert list(tree.items(b"call_1ab")) == list(tree.items(b"dog")) == []
