@@ -197,6 +197,10 @@ class Metrics:
         key = (job.request.dialect, reason)
         self.finished[key] = self.finished.get(key, 0) + 1
 
+    def on_idle(self) -> None:
+        self.queue_length = 0
+        self.slots_busy = 0
+
     # Exposition
 
     def render(self, accept: str = "") -> tuple[bytes, str]:

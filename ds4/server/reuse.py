@@ -16,17 +16,19 @@ state must beat the others by its `margin`, or it is not worth the copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
-
-from ds4.errors import EngineError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from ds4.server.slots import Slot
+
+
+log = logging.getLogger("ds4.reuse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +56,35 @@ class Query:
     key: bytes = b""
 
 
+class Lookup:
+    """One decision: the query, the slots that may be forked from, and each one's common prefix, computed once.
+
+    Good until a session changes.
+    """
+
+    def __init__(self, query: Query, slots: Iterable[Slot] = ()) -> None:
+        self.query = query
+        self.slots = tuple(slots)
+        self._common: dict[int, int] = {}
+
+    def common(self, slot: Slot) -> int:
+        """Tokens that the prompt, without its last token, shares with the slot's session."""
+        found = self._common.get(slot.index)
+        if found is None:
+            found = min(slot.session.common_prefix(self.query.prompt), len(self.query.prompt) - 1)
+            self._common[slot.index] = found
+        return found
+
+
 class Tier(Protocol):
     """One rung of the ladder."""
 
     margin: int
     """Tokens by which it has to beat the tiers before it."""
 
-    def probe(self, slot: Slot, query: Query, slots: Sequence[Slot]) -> Reuse | None: ...
+    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None: ...
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
-        """Brings the session to `reuse.tokens` tokens. Raises EngineError when it cannot after all."""
+        """Brings the session to `reuse.tokens` tokens. Raises whatever the session raises when it cannot after all."""
 
 
 class MemoryToken:
@@ -70,11 +92,9 @@ class MemoryToken:
 
     margin = 0
 
-    def probe(self, slot: Slot, query: Query, slots: Sequence[Slot]) -> Reuse | None:
+    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
         live = slot.session.n_tokens
-        if 0 < live < len(query.prompt) and slot.session.common_prefix(query.prompt) == live:
-            return Reuse("memory-token", live)
-        return None
+        return Reuse("memory-token", live) if 0 < live == lookup.common(slot) else None
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         """The session is there already."""
@@ -88,8 +108,8 @@ class MemoryRewind:
 
     margin = 0
 
-    def probe(self, slot: Slot, query: Query, slots: Sequence[Slot]) -> Reuse | None:
-        kept = min(slot.session.common_prefix(query.prompt), len(query.prompt) - 1)
+    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
+        kept = lookup.common(slot)
         if 0 < kept < slot.session.n_tokens and slot.session.can_rewind(kept):
             return Reuse("memory-rewind", kept)
         return None
@@ -103,12 +123,12 @@ class Fork:
 
     margin = 32
 
-    def probe(self, slot: Slot, query: Query, slots: Sequence[Slot]) -> Reuse | None:
+    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
         best: Reuse | None = None
-        for other in slots:
-            if other is slot or other.session.n_tokens == 0:
+        for other in lookup.slots:
+            if other is slot:
                 continue
-            kept = min(other.session.common_prefix(query.prompt), len(query.prompt) - 1)
+            kept = lookup.common(other)
             if kept > (best.tokens if best else 0) and other.session.can_rewind(kept):
                 best = Reuse("fork", kept, in_place=False, source=other)
         return best
@@ -123,7 +143,7 @@ class Cold:
 
     margin = 0
 
-    def probe(self, slot: Slot, query: Query, slots: Sequence[Slot]) -> Reuse | None:
+    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
         return NOTHING
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
@@ -139,11 +159,11 @@ LADDER: dict[str, Tier] = {
 }
 
 
-def probe(slot: Slot, query: Query, slots: Sequence[Slot] = ()) -> Reuse:
-    """The best that `slot` can do for the prompt; `slots` are those that it may fork from."""
+def probe(slot: Slot, lookup: Lookup) -> Reuse:
+    """The best that `slot` can do for the prompt."""
     best = NOTHING
     for tier in LADDER.values():
-        found = tier.probe(slot, query, slots)
+        found = tier.probe(slot, lookup)
         if found is not None and found.tokens > best.tokens + tier.margin:
             best = found
     return best
@@ -156,7 +176,8 @@ def materialise(slot: Slot, query: Query, reuse: Reuse) -> Reuse:
     """
     try:
         LADDER[reuse.kind].materialise(slot, query, reuse)
-    except EngineError:
+    except Exception as error:
+        log.warning("slot %d: %s of %d tokens failed: %s", slot.index, reuse.kind, reuse.tokens, error, exc_info=True)
         slot.session.clear()
         return NOTHING
     return reuse

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds4.server.reuse import Query, Reuse, probe
+from ds4.server.reuse import Lookup, Query, Reuse, probe
 
 if TYPE_CHECKING:
     from ds4.engine.types import EngineLike, SessionLike
@@ -82,11 +82,12 @@ class Slots:
 
     def route(self, query: Query, now: float) -> Route | None:
         """The best free slot for the prompt, or None while all are busy. Changes nothing."""
+        lookup = Lookup(query, self._slots)
         best: tuple[int, Route] | None = None
         for slot in self._slots:
             if slot.busy:
                 continue
-            reuse = probe(slot, query, self._slots)
+            reuse = probe(slot, lookup)
             points = score(slot, reuse, now)
             if best is None or points > best[0]:
                 best = points, Route(slot, reuse)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds4.errors import SessionInvalidError
-from ds4.server.reuse import NOTHING, Query, materialise, probe
+from ds4.server.reuse import NOTHING, Lookup, Query, materialise, probe
 from ds4.server.slots import Slots
 from ds4.testing import ScriptedEngine
 
@@ -43,7 +43,7 @@ def slots_with(*histories: list[int], rewinds: bool = True) -> Slots:
 )
 def test_live_tiers(live: list[int], prompt: list[int], rewinds: bool, kind: str, tokens: int) -> None:
     slot = slots_with(live, rewinds=rewinds)[0]
-    reuse = probe(slot, query(*prompt))
+    reuse = probe(slot, Lookup(query(*prompt)))
     assert (reuse.kind, reuse.tokens) == (kind, tokens)
     assert slot.session.tokens.tolist() == live, "a probe changes nothing"
     assert materialise(slot, query(*prompt), reuse) == reuse
@@ -54,7 +54,7 @@ def test_fork_takes_the_longest_prefix_of_another_slot() -> None:
     shared = list(range(100))
     slots = slots_with([], [*shared[:60], 500], [*shared, 700, 701])
     prompt = query(*shared, 1000, 1001)
-    reuse = probe(slots[0], prompt, list(slots))
+    reuse = probe(slots[0], Lookup(prompt, slots))
     assert (reuse.kind, reuse.tokens, reuse.source) == ("fork", 100, slots[2])
     assert not reuse.in_place
     materialise(slots[0], prompt, reuse)
@@ -65,25 +65,25 @@ def test_fork_takes_the_longest_prefix_of_another_slot() -> None:
 def test_fork_is_for_more_than_a_few_tokens() -> None:
     slots = slots_with([], list(range(32)), [])
     prompt = query(*range(200))
-    assert probe(slots[0], prompt, list(slots)).kind == "none"
+    assert probe(slots[0], Lookup(prompt, slots)).kind == "none"
     slots[1].session.sync(list(range(33)))
-    assert probe(slots[0], prompt, list(slots)).kind == "fork"
+    assert probe(slots[0], Lookup(prompt, slots)).kind == "fork"
     slots[0].session.sync([0])
-    assert probe(slots[0], prompt, list(slots)).kind == "memory-token", "not worth 32 tokens more"
+    assert probe(slots[0], Lookup(prompt, slots)).kind == "memory-token", "not worth 32 tokens more"
 
 
 def test_fork_needs_a_family_that_can_be_cut_or_the_whole_other_slot() -> None:
     shared = list(range(100))
     slots = slots_with([], [*shared, 7], shared, rewinds=False)
-    reuse = probe(slots[0], query(*shared, 1000), list(slots))
+    reuse = probe(slots[0], Lookup(query(*shared, 1000), slots))
     assert (reuse.kind, reuse.tokens, reuse.source) == ("fork", 100, slots[2])
     slots[2].session.clear()
-    assert probe(slots[0], query(*shared, 1000), list(slots)) == NOTHING
+    assert probe(slots[0], Lookup(query(*shared, 1000), slots)) == NOTHING
 
 
 def test_a_tier_that_fails_after_all_leaves_an_empty_session(monkeypatch: pytest.MonkeyPatch) -> None:
     slot = slots_with([1, 2, 9])[0]
-    reuse = probe(slot, query(1, 2, 3))
+    reuse = probe(slot, Lookup(query(1, 2, 3)))
     assert reuse.kind == "memory-rewind"
 
     def fails(n_tokens: int) -> None:
@@ -113,7 +113,7 @@ def test_routing_and_execution_agree(seed: int) -> None:
         before = [slot.session.tokens.tolist() for slot in slots]
         route = slots.route(prompt, now=0.0)
         assert route is not None
-        assert route.reuse == probe(route.slot, prompt, list(slots))
+        assert route.reuse == probe(route.slot, Lookup(prompt, slots))
         assert materialise(route.slot, prompt, route.reuse) == route.reuse
         assert route.slot.session.tokens.tolist() == prompt.prompt[: route.reuse.tokens].tolist()
         assert route.reuse.tokens < len(prompt.prompt)

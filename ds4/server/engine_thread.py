@@ -1,0 +1,56 @@
+"""The one thread that computes: plan, step, commit, until the scheduler has stopped."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds4.engine.types import EngineLike
+    from ds4.server.scheduler import Scheduler
+
+
+class EngineThread:
+    """Runs a scheduler on its own thread. Nothing that happens in a step ends it; `Scheduler.shutdown` does."""
+
+    def __init__(self, engine: EngineLike, scheduler: Scheduler) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._thread = threading.Thread(target=self._run, name="ds4-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for the end; False when `timeout` seconds were not enough."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        scheduler = self._scheduler
+        while not scheduler.stopped:
+            try:
+                run_once(self._engine, scheduler)
+            except Exception as error:
+                scheduler.abort(error)
+        scheduler.slots.close()
+
+
+def run_once(engine: EngineLike, scheduler: Scheduler) -> bool:
+    """One round of the loop; False when there was nothing to compute and it waited for a message instead."""
+    plan = scheduler.plan()
+    if not plan.rows:
+        if not scheduler.stopped:
+            scheduler.wait()
+        return False
+    try:
+        results = engine.step(plan.rows)
+    except Exception as error:
+        scheduler.fail(plan, error)
+    else:
+        scheduler.commit(plan, results)
+    return True

@@ -1,0 +1,246 @@
+"""One request on its way through the engine: prompt position, sampler, stop strings, output parser, usage.
+
+The scheduler decides when a generation gets a row in a step; here is what happens with the row's result. Per token:
+
+    id -> bytes -> stop-string matcher -> output parser -> events
+                                              |
+                                              +-> greedy or free sampling of the next token
+
+The last token drawn is never evaluated: after the end the session holds the prompt and all output but that token
+(and never a stop token), which is what the next turn's prompt begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4 import _core, _dsml
+from ds4.engine.types import Row, RowResult, SamplerLike
+from ds4.errors import EngineError
+from ds4.server.reuse import Query, Reuse
+from ds4.server.types import (
+    ContentDelta,
+    Event,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    PrefillProgress,
+    ReasoningDelta,
+    SampledToken,
+    Started,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+
+if TYPE_CHECKING:
+    from ds4.engine.types import EngineLike
+    from ds4.server.slots import Slot
+
+Cause = Literal["eos", "length", "stop", "error"]
+"""Why decoding ended, in the parser's words."""
+
+
+class Job:
+    """A submitted request. `sink` is whatever the submitter needs to find its consumer again.
+
+    Each job gets exactly one terminal event, `Finish` or `Failed`, whatever becomes of it.
+    """
+
+    __slots__ = ("cancelled", "query", "request", "sink", "submitted")
+
+    def __init__(self, request: GenerationRequest, submitted: float, sink: object = None) -> None:
+        self.request = request
+        self.query = Query(np.asarray(request.prompt_tokens, np.int32), request.key)
+        self.submitted = submitted
+        self.sink = sink
+        self.cancelled = False
+
+    @property
+    def prompt(self) -> npt.NDArray[np.int32]:
+        return self.query.prompt
+
+
+_TRANSLATE: dict[type, Callable[[Any], Event]] = {
+    _dsml.ReasoningDelta: lambda e: ReasoningDelta(e.text),
+    _dsml.ContentDelta: lambda e: ContentDelta(e.text),
+    _dsml.ToolCallStart: lambda e: ToolCallStart(e.index, e.name),
+    _dsml.ToolCallDelta: lambda e: ToolCallDelta(e.index, e.arguments),
+    _dsml.ToolCallEnd: lambda e: ToolCallEnd(e.index, e.raw),
+}
+
+
+class Generation:
+    """The running state of one job in one slot. Only the engine thread touches it."""
+
+    __slots__ = (
+        "_created", "_eos", "_evaluated", "_first_token", "_greedy", "_matcher", "_parser",
+        "_reasoning_tokens", "_stop", "_token_bytes", "assigned", "begun", "completion_tokens", "job",
+        "last_token_time", "next_token", "position", "reuse", "sampler", "slot",
+    )  # fmt: skip
+
+    def __init__(self, job: Job, slot: Slot, reuse: Reuse, engine: EngineLike, now: float) -> None:
+        request = job.request
+        tokenizer = engine.tokenizer
+        self.job = job
+        self.slot = slot
+        self.reuse = reuse
+        self.position = reuse.tokens
+        """Prompt tokens that the session holds."""
+        self.begun = False
+        self.next_token: int | None = None
+        """The token drawn last, to be evaluated in the next step; None during prefill."""
+        self.completion_tokens = 0
+        self.assigned = now
+        self.last_token_time = now
+        self.sampler: SamplerLike = engine.new_sampler(request.sampling)
+        if request.ignore_eos:
+            self.sampler.forbid(tuple(tokenizer.eos_ids))
+        if request.sampling.repetition_penalty != 1.0:
+            self.sampler.observe(request.prompt_tokens, prompt=True)
+        self._eos = frozenset(tokenizer.eos_ids)
+        self._token_bytes: Callable[[int], bytes] = tokenizer.token_bytes
+        self._matcher = _core.StopMatcher(request.stop) if request.stop else None
+        self._parser = _dsml.Parser(
+            request.syntax, thinking=request.thinking, tools=request.tools, schemas=request.tool_schemas
+        )
+        self._greedy = False
+        self._created = request.created or job.submitted
+        self._evaluated = 0.0
+        self._first_token = 0.0
+        self._reasoning_tokens = 0
+        self._stop: bytes | None = None
+
+    # ---- prefill
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.job.prompt)
+
+    @property
+    def prefilling(self) -> bool:
+        return self.next_token is None
+
+    def start(self, reuse: Reuse) -> Started:
+        """The first chunk is about to be evaluated; `reuse` is final."""
+        self.reuse = reuse
+        self.position = reuse.tokens
+        self.begun = True
+        return Started(self.slot.index, reuse.kind, self.prompt_tokens, reuse.tokens)
+
+    def prefill_row(self, end: int) -> Row:
+        """The chunk from `position` to `end`; the last one draws the first token, unless none is wanted."""
+        last = end == self.prompt_tokens
+        wanted = last and self.job.request.max_tokens > 0
+        return Row(
+            self.slot.session,
+            self.job.prompt[self.position : end],
+            self.sampler if wanted else None,
+            want_logits=last and not wanted,
+        )
+
+    def prefilled(self, end: int, result: RowResult, now: float, events: list[Event]) -> bool:
+        """Takes the result of a chunk; True when the generation is over."""
+        self.position = end
+        cached = self.reuse.tokens
+        events.append(PrefillProgress(end - cached, self.prompt_tokens - cached))
+        if end < self.prompt_tokens:
+            return False
+        self._evaluated = now
+        request = self.job.request
+        if request.echo_text:
+            events.append(ContentDelta(request.echo_text.decode("utf-8", "replace")))
+        if request.max_tokens <= 0:
+            self._end("length", now, events)
+            return True
+        return self.accept(result, now, events)
+
+    # ---- decode
+
+    def decode_row(self) -> Row:
+        assert self.next_token is not None
+        return Row(self.slot.session, (self.next_token,), self.sampler)
+
+    def accept(self, result: RowResult, now: float, events: list[Event]) -> bool:
+        """Takes a drawn token; True when the generation is over. Raises EngineError when none could be drawn."""
+        token = result.token
+        if token is None or token < 0:
+            raise EngineError("no token can be chosen: all are forbidden or their logits are not numbers")
+        if self.completion_tokens == 0:
+            self._first_token = now
+        self.last_token_time = now
+        if token in self._eos:
+            self._end("eos", now, events)
+            return True
+        data = self._token_bytes(token)
+        parser = self._parser
+        self.completion_tokens += 1
+        if parser.reasoning_open:
+            self._reasoning_tokens += 1
+        if result.logprobs is not None:
+            events.append(SampledToken(token, data, result.logprobs))
+        matcher = self._matcher
+        if matcher is not None:
+            data, self._stop = matcher.feed(data)
+        if data:
+            self._emit(parser.feed(data), events)
+        if self._stop is not None:
+            self._end("stop", now, events)
+            return True
+        if parser.stop_now:
+            self._end("eos", now, events)
+            return True
+        if self.completion_tokens >= self.job.request.max_tokens or self.slot.session.n_tokens >= self.slot.session.ctx:
+            self._end("length", now, events)
+            return True
+        if parser.greedy != self._greedy:
+            self._greedy = not self._greedy
+            self.sampler.force_greedy(self._greedy)
+        self.next_token = token
+        return False
+
+    def cancel(self, now: float) -> Finish:
+        """The client is gone: what was done until now, as the terminal event."""
+        return self._finish("cancelled", now)
+
+    # ---- the end
+
+    def _emit(self, parsed: Sequence[object], events: list[Event]) -> None:
+        for item in parsed:
+            events.append(_TRANSLATE[type(item)](item))
+
+    def _end(self, cause: Cause, now: float, events: list[Event]) -> None:
+        parser = self._parser
+        if self._matcher is not None and self._stop is None and not parser.stop_now:
+            held = self._matcher.finish()
+            if held:
+                self._emit(parser.feed(held), events)
+        self._emit(parser.finish(cause), events)
+        result = parser.result
+        reason: FinishReason = result.finish
+        error = result.error
+        if result.void_calls and reason == "stop":
+            reason, error = "error", error or "a tool call was cut off"
+        events.append(self._finish(reason, now, error if reason == "error" else None))
+
+    def _finish(self, reason: FinishReason, now: float, error: str | None = None) -> Finish:
+        cached = self.reuse.tokens
+        evaluated = self._evaluated or now
+        decoding_since = self._first_token or now
+        return Finish(
+            reason,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=cached,
+            cache_write_tokens=max(0, self.position - cached),
+            completion_tokens=self.completion_tokens,
+            reasoning_tokens=self._reasoning_tokens,
+            stop=self._stop,
+            error=error,
+            ttft=(self._first_token or evaluated) - self._created,
+            prefill_seconds=evaluated - self.assigned,
+            decode_seconds=now - decoding_since,
+        )

@@ -1,0 +1,444 @@
+"""Continuous batching: what each engine step computes, and where its results go.
+
+    while not scheduler.stopped:
+        plan = scheduler.plan()            # who decides     (here)
+        out = engine.step(plan.rows)       # who computes    (ds4.engine)
+        scheduler.commit(plan, out)        # who remembers   (ds4.server.slots, ds4.server.generation)
+
+A step holds one decode row per running generation, then prefill chunks up to one budget: `prefill_quantum` tokens
+when nothing decodes, `mixed_prefill_quantum` when something does, so that a long prompt never holds a stream up by
+more than one small chunk. Prefills take turns (round robin); what the first one in turn leaves of the budget goes to
+the next. Chunks end on absolute multiples of the budget, whatever was reused before them, so that the same prompt is
+evaluated on the same grid. A prompt that becomes complete draws its first token in the same step.
+
+Admission is first in, first out. Two threads meet here: any thread may `submit`, `cancel` and `shutdown`, which only
+put a message into the inbox; everything else belongs to the engine thread. Events leave through `deliver`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Protocol
+
+from ds4.engine.types import Row, RowResult
+from ds4.errors import ConfigError, Ds4Error, ShuttingDown
+from ds4.server.generation import Generation, Job
+from ds4.server.reuse import Lookup, Reuse, materialise, probe
+from ds4.server.slots import Slot, Slots, log_route
+from ds4.server.types import Event, Failed, Finish, GenerationRequest
+
+if TYPE_CHECKING:
+    from ds4.engine.types import EngineLike
+
+log = logging.getLogger("ds4.scheduler")
+
+Deliver = Callable[[list[tuple[Job, list[Event]]]], None]
+"""Takes all events of a step at once, on the engine thread; must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`slots` resident sessions; the two prefill budgets in tokens per step.
+
+    `step_seconds` bounds how long a prefill step may take by measured speed: a cancellation, a new request and a
+    shutdown wait for the running step. The budget is then a smaller multiple of `mixed_prefill_quantum`.
+    """
+
+    slots: int = 1
+    prefill_quantum: int = 2048
+    mixed_prefill_quantum: int = 128
+    step_seconds: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "prefill_quantum", "mixed_prefill_quantum"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.step_seconds <= 0:
+            raise ConfigError(f"step_seconds must be positive, got {self.step_seconds}")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Whose row it is; `end` is the prompt position after a prefill chunk, None for a decode row."""
+
+    generation: Generation
+    end: int | None = None
+
+
+@dataclass(slots=True)
+class Plan:
+    """The rows of one step, decode first, and beside each row whose it is."""
+
+    rows: list[Row] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    prefill_tokens: int = 0
+    started: float = 0.0
+
+    def add(self, row: Row, work: Work) -> None:
+        self.rows.append(row)
+        self.work.append(work)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step in numbers: seconds, rows and tokens; seconds of first tokens (TTFT) and between tokens (ITL)."""
+
+    seconds: float
+    decode_rows: int
+    prefill_rows: int
+    prefill_tokens: int
+    queued: int
+    busy: int
+    ttft: Sequence[float]
+    itl: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """A slot as `/slots` shows it. `tokens` is what the session held when its last generation ended."""
+
+    index: int
+    request: str | None
+    phase: str
+    prompt_tokens: int
+    prompt_done: int
+    completion_tokens: int
+    tokens: int
+    idle_seconds: float
+
+
+class Observer(Protocol):
+    """Metrics. Called on the engine thread."""
+
+    def on_start(self, job: Job, reuse: Reuse, queue_seconds: float) -> None: ...
+    def on_step(self, report: StepReport) -> None: ...
+    def on_end(self, job: Job, event: Finish | Failed) -> None: ...
+    def on_idle(self) -> None:
+        """Nothing runs and nothing waits; the last step's report may have said otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class _Shutdown:
+    grace: float
+
+
+class Scheduler:
+    """Jobs in, steps out. See the module's text for the policy and the threads."""
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        config: SchedulerConfig,
+        deliver: Deliver,
+        *,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.slots = Slots(engine, config.slots)
+        self.stopped = False
+        self._engine = engine
+        self._config = config
+        self._deliver = deliver
+        self._observer = observer
+        self._clock = clock
+        self._inbox: SimpleQueue[Job | _Cancel | _Shutdown] = SimpleQueue()
+        self._accepting = True
+        self._queue: deque[Job] = deque()
+        self._outbox: list[tuple[Job, list[Event]]] = []
+        self._line: list[Generation] = []
+        """Prefills in the order of their turns."""
+        self._prefill_rate: float | None = None
+        """Seconds per prompt token of late prefill steps."""
+        self._deadline: float | None = None
+
+    # ---- any thread
+
+    def submit(self, request: GenerationRequest, sink: object = None) -> Job:
+        """Queues a request. Raises ShuttingDown once `shutdown` was called."""
+        if not self._accepting:
+            raise ShuttingDown("server shutting down")
+        job = Job(request, self._clock(), sink)
+        self._inbox.put(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job wherever it is, at the latest after the running step. Harmless when it is over."""
+        job.cancelled = True
+        self._inbox.put(_Cancel(job))
+
+    def shutdown(self, grace: float) -> None:
+        """Refuses new and queued requests; running ones may finish within `grace` seconds. May be called again."""
+        self._accepting = False
+        self._inbox.put(_Shutdown(grace))
+
+    @property
+    def n_queued(self) -> int:
+        return len(self._queue) + self._inbox.qsize()
+
+    def slot_states(self) -> list[SlotState]:
+        """What the slots do, for people: read beside the running step, so it may be one token old."""
+        now = self._clock()
+        return [_state(slot, now) for slot in self.slots]
+
+    # ---- engine thread
+
+    def plan(self) -> Plan:
+        """Takes in what arrived, admits what fits and lays out the next step; no rows when there is nothing to do."""
+        now = self._clock()
+        self._take_messages()
+        self._admit(now)
+        self._drain(now)
+        plan = Plan()
+        for slot in self.slots:
+            generation = slot.generation
+            if generation is not None and not generation.prefilling:
+                plan.add(generation.decode_row(), Work(generation))
+        self._add_prefill(plan)
+        self._flush()
+        if self._observer is not None and not plan.rows:
+            self._observer.on_idle()
+        plan.started = self._clock()
+        return plan
+
+    def commit(self, plan: Plan, results: Sequence[RowResult]) -> None:
+        """Gives each row's result to its generation and delivers all events of the step."""
+        now = self._clock()
+        ttft: list[float] = []
+        itl: list[float] = []
+        for work, result in zip(plan.work, results, strict=True):
+            generation = work.generation
+            job = generation.job
+            if job.cancelled:
+                continue
+            events: list[Event] = []
+            before = generation.last_token_time
+            try:
+                if work.end is None:
+                    over = generation.accept(result, now, events)
+                    itl.append(now - before)
+                else:
+                    over = generation.prefilled(work.end, result, now, events)
+                    if work.end == generation.prompt_tokens and generation.completion_tokens:
+                        ttft.append(now - (job.request.created or job.submitted))
+            except Exception as error:
+                self._end(generation, self._failure(error), events)
+                continue
+            if over:
+                self._release(generation, events)
+            if events:
+                self._outbox.append((job, events))
+        self._measure(plan, now)
+        self._flush()
+        if self._observer is not None:
+            decode_rows = sum(work.end is None for work in plan.work)
+            self._observer.on_step(
+                StepReport(
+                    seconds=now - plan.started,
+                    decode_rows=decode_rows,
+                    prefill_rows=len(plan.rows) - decode_rows,
+                    prefill_tokens=plan.prefill_tokens,
+                    queued=len(self._queue),
+                    busy=self.slots.n_busy,
+                    ttft=ttft,
+                    itl=itl,
+                )
+            )
+
+    def fail(self, plan: Plan, error: Exception) -> None:
+        """The step failed: each of its jobs is told so, its sessions are empty, the server goes on."""
+        log.error("step of %d rows failed: %s", len(plan.rows), error, exc_info=not isinstance(error, Ds4Error))
+        for work in plan.work:
+            work.generation.slot.session.clear()
+            self._end(work.generation, self._failure(error), [])
+        self._flush()
+
+    def abort(self, error: Exception) -> None:
+        """Something of ours is broken: ends every running generation, so that it cannot fail again for ever."""
+        log.error("scheduler failed: %s", error, exc_info=error)
+        for slot in self.slots:
+            if slot.generation is not None:
+                slot.session.clear()
+                self._end(slot.generation, self._failure(error), [])
+        self._flush()
+
+    def wait(self) -> None:
+        """Blocks until a message arrives."""
+        self._receive(self._inbox.get())
+
+    # ---- messages
+
+    def _take_messages(self) -> None:
+        try:
+            while True:
+                self._receive(self._inbox.get_nowait())
+        except Empty:
+            pass
+
+    def _receive(self, message: Job | _Cancel | _Shutdown) -> None:
+        if isinstance(message, Job):
+            self._queue.append(message)
+        elif isinstance(message, _Cancel):
+            self._cancel(message.job)
+        else:
+            deadline = self._clock() + message.grace
+            self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+
+    def _cancel(self, job: Job) -> None:
+        for slot in self.slots:
+            if slot.generation is not None and slot.generation.job is job:
+                self._end(slot.generation, slot.generation.cancel(self._clock()), [])
+                return
+        if job in self._queue:
+            self._queue.remove(job)
+            self._end_queued(job, Finish("cancelled", len(job.prompt), 0, 0, 0))
+
+    def _drain(self, now: float) -> None:
+        """Shutdown: the queue is refused at once, the running ones when their time is over."""
+        if self._deadline is None:
+            return
+        while self._queue:
+            self._end_queued(self._queue.popleft(), Failed("server shutting down", 503))
+        if now >= self._deadline:
+            for slot in self.slots:
+                if slot.generation is not None:
+                    self._end(slot.generation, Failed("shutdown requested", 503), [])
+        self.stopped = self.slots.n_busy == 0
+
+    # ---- admission
+
+    def _admit(self, now: float) -> None:
+        while self._queue and self._deadline is None:
+            job = self._queue[0]
+            route = self.slots.route(job.query, now)
+            if route is None:
+                return
+            self._queue.popleft()
+            log_route(job.request.id, route, len(job.prompt), now)
+            try:
+                reuse = materialise(route.slot, job.query, route.reuse)
+                generation = Generation(job, route.slot, reuse, self._engine, now)
+            except Exception as error:
+                self._end_queued(job, self._failure(error))
+            else:
+                route.slot.generation = generation
+                self._line.append(generation)
+
+    def _begin(self, generation: Generation) -> None:
+        """Just before the first chunk: a neighbour may have evaluated more of the same prompt meanwhile."""
+        slot, query = generation.slot, generation.job.query
+        reuse = probe(slot, Lookup(query, self.slots))
+        reuse = materialise(slot, query, reuse) if reuse.source is not None else generation.reuse
+        self._outbox.append((generation.job, [generation.start(reuse)]))
+        if self._observer is not None:
+            self._observer.on_start(generation.job, reuse, generation.assigned - generation.job.submitted)
+
+    # ---- prefill
+
+    def _add_prefill(self, plan: Plan) -> None:
+        """Chunks of the waiting prompts, in turn, up to one budget; who comes first goes to the end of the line."""
+        waiting = [g for g in self._line if g.slot.generation is g and g.prefilling]
+        budget = left = self._budget(decoding=bool(plan.rows))
+        grain = self._config.mixed_prefill_quantum
+        first: Generation | None = None
+        for generation in waiting:
+            if not generation.begun:
+                self._begin(generation)
+            position, total = generation.position, generation.prompt_tokens
+            if first is None:
+                end = min(total, (position // budget + 1) * budget)
+            else:
+                end = total if total - position <= left else (position + left) // grain * grain
+            if end <= position:
+                continue
+            first = first or generation
+            plan.add(generation.prefill_row(end), Work(generation, end))
+            plan.prefill_tokens += end - position
+            left -= end - position
+            if left <= 0:
+                break
+        if first is not None:
+            waiting.remove(first)
+            waiting.append(first)
+        self._line = waiting
+
+    def _budget(self, *, decoding: bool) -> int:
+        config = self._config
+        if decoding:
+            return config.mixed_prefill_quantum
+        if self._prefill_rate is None:
+            return min(config.prefill_quantum, self._engine.config.prefill_chunk)
+        fits = int(config.step_seconds / self._prefill_rate) if self._prefill_rate > 0 else config.prefill_quantum
+        if fits >= config.prefill_quantum:
+            return config.prefill_quantum
+        grain = config.mixed_prefill_quantum
+        return max(fits // grain * grain, min(grain, config.prefill_quantum))
+
+    def _measure(self, plan: Plan, now: float) -> None:
+        """Speed of prefill, from steps that did little else and are not dominated by their fixed cost."""
+        if plan.prefill_tokens >= 64 and plan.work[0].end is not None:
+            rate = (now - plan.started) / plan.prefill_tokens
+            self._prefill_rate = rate if self._prefill_rate is None else (self._prefill_rate + rate) / 2
+
+    # ---- ends
+
+    def _release(self, generation: Generation, events: list[Event]) -> None:
+        """Frees the slot of a generation whose terminal event is the last of `events`."""
+        slot = generation.slot
+        slot.generation = None
+        slot.prompt_tokens = generation.prompt_tokens
+        slot.tokens = slot.session.n_tokens
+        slot.last_used = self._clock()
+        terminal = events[-1]
+        if self._observer is not None and isinstance(terminal, (Finish, Failed)):
+            self._observer.on_end(generation.job, terminal)
+
+    def _end(self, generation: Generation, terminal: Finish | Failed, events: list[Event]) -> None:
+        events.append(terminal)
+        self._release(generation, events)
+        self._outbox.append((generation.job, events))
+
+    def _end_queued(self, job: Job, terminal: Finish | Failed) -> None:
+        self._outbox.append((job, [terminal]))
+        if self._observer is not None:
+            self._observer.on_end(job, terminal)
+
+    def _failure(self, error: Exception) -> Failed:
+        """Our own errors explain themselves; the text of any other is for the log only."""
+        if isinstance(error, Ds4Error):
+            return Failed(str(error))
+        log.error("unexpected %s", type(error).__name__, exc_info=error)
+        return Failed("internal error")
+
+    def _flush(self) -> None:
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            try:
+                self._deliver(batch)
+            except Exception as error:
+                log.error("events of %d jobs were not delivered: %s", len(batch), error)
+
+
+def _state(slot: Slot, now: float) -> SlotState:
+    generation = slot.generation
+    if generation is None:
+        return SlotState(slot.index, None, "idle", slot.prompt_tokens, 0, 0, slot.tokens, now - slot.last_used)
+    return SlotState(
+        slot.index,
+        generation.job.request.id,
+        "prefill" if generation.prefilling else "decode",
+        generation.prompt_tokens,
+        generation.position,
+        generation.completion_tokens,
+        slot.tokens,
+        0.0,
+    )
