@@ -24,6 +24,7 @@ from ds4.testing import Driver, Script, ScriptedEngine
 LIMIT_US = 25.0
 PROSE = "The quick brown fox jumps over the lazy dog, and then it rests for a while in the shade. "
 CALL = "<tool_call>\n<function=write>\n<parameter=text>\n" + PROSE
+SCHEMA = '{"type": "object", "properties": {"text": {"type": "string"}}}'
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def microseconds_per_token(case: Case, tokens: int) -> float:
         scheduler.commit(plan, engine.step(plan.rows))
     in_step = 0.0
     steps = tokens // case.streams
+    before = completion_tokens(scheduler)
     delivered = 0
     begin = time.thread_time()
     for _ in range(steps):
@@ -72,14 +74,26 @@ def microseconds_per_token(case: Case, tokens: int) -> float:
         in_step += seconds
         scheduler.commit(plan, results)
     spent = time.thread_time() - begin - in_step
-    if delivered != steps * case.streams:
-        raise SystemExit(f"{case.name}: {delivered} deliveries in {steps} steps of {case.streams}")
+    made = completion_tokens(scheduler) - before
+    if made != steps * case.streams or delivered < made // 2:
+        raise SystemExit(f"{case.name}: {made} tokens, {delivered} deliveries in {steps} steps of {case.streams}")
     return spent / (steps * case.streams) * 1e6
+
+
+def completion_tokens(scheduler: Scheduler) -> int:
+    return sum(state.completion_tokens for state in scheduler.slot_states())
 
 
 def request(requests: Driver, case: Case, stream: int) -> GenerationRequest:
     sampling = SamplingParams(temperature=0.0, logprobs=case.logprobs)
-    return requests.request(f"prompt {stream}", max_tokens=1 << 30, stop=case.stop, tools=case.tools, sampling=sampling)
+    return requests.request(
+        f"prompt {stream}",
+        max_tokens=1 << 30,
+        stop=case.stop,
+        tools=case.tools,
+        tool_schemas=(("write", SCHEMA),) if case.tools else (),
+        sampling=sampling,
+    )
 
 
 def timed_step(engine: ScriptedEngine, rows: Sequence[Row]) -> tuple[list[RowResult], float]:

@@ -9,7 +9,8 @@ A step holds one decode row per running generation, then prefill chunks up to on
 when nothing decodes, `mixed_prefill_quantum` when something does, so that a long prompt never holds a stream up by
 more than one small chunk. Prefills take turns (round robin); what the first one in turn leaves of the budget goes to
 the next. Chunks end on absolute multiples of the budget, whatever was reused before them, so that the same prompt is
-evaluated on the same grid. A prompt that becomes complete draws its first token in the same step.
+evaluated on the same grid. A prompt that becomes complete draws its first token in the same step. Of prompts that
+begin alike and arrive together one is evaluated; the others wait a step and fork what they share.
 
 Admission is first in, first out. Two threads meet here: any thread may `submit`, `cancel` and `shutdown`, which only
 put a message into the inbox; everything else belongs to the engine thread. Events leave through `deliver`.
@@ -25,10 +26,11 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
+from ds4._core import common_prefix_tokens
 from ds4.engine.types import Row, RowResult
 from ds4.errors import ConfigError, Ds4Error, ShuttingDown
 from ds4.server.generation import Generation, Job
-from ds4.server.reuse import Lookup, Reuse, materialise, probe
+from ds4.server.reuse import Fork, Lookup, Reuse, materialise, probe
 from ds4.server.slots import Slot, Slots, log_route
 from ds4.server.types import Event, Failed, Finish, GenerationRequest
 
@@ -333,11 +335,10 @@ class Scheduler:
                 route.slot.generation = generation
                 self._line.append(generation)
 
-    def _begin(self, generation: Generation) -> None:
-        """Just before the first chunk: a neighbour may have evaluated more of the same prompt meanwhile."""
-        slot, query = generation.slot, generation.job.query
-        reuse = probe(slot, Lookup(query, self.slots))
-        reuse = materialise(slot, query, reuse) if reuse.source is not None else generation.reuse
+    def _begin(self, generation: Generation, reuse: Reuse) -> None:
+        """Just before the first chunk: a neighbour may have evaluated more of the same prompt since the admission."""
+        forked = reuse.source is not None
+        reuse = materialise(generation.slot, generation.job.query, reuse) if forked else generation.reuse
         self._outbox.append((generation.job, [generation.start(reuse)]))
         if self._observer is not None:
             self._observer.on_start(generation.job, reuse, generation.assigned - generation.job.submitted)
@@ -352,7 +353,10 @@ class Scheduler:
         first: Generation | None = None
         for generation in waiting:
             if not generation.begun:
-                self._begin(generation)
+                reuse = probe(generation.slot, Lookup(generation.job.query, self.slots))
+                if first is not None and _shared_by(plan, generation.job, reuse.tokens + Fork.margin):
+                    continue
+                self._begin(generation, reuse)
             position, total = generation.position, generation.prompt_tokens
             if first is None:
                 end = min(total, (position // budget + 1) * budget)
@@ -426,6 +430,19 @@ class Scheduler:
                 self._deliver(batch)
             except Exception as error:
                 log.error("events of %d jobs were not delivered: %s", len(batch), error)
+
+
+def _shared_by(plan: Plan, job: Job, tokens: int) -> bool:
+    """Does a row of this step evaluate a beginning of the job's prompt that is longer than `tokens`?
+
+    Then the job does better to fork it in the next step than to evaluate it again in this one.
+    """
+    return any(
+        work.end is not None
+        and work.end > tokens
+        and common_prefix_tokens(work.generation.job.prompt[: work.end].data, job.prompt[:-1].data) > tokens
+        for work in plan.work
+    )
 
 
 def _state(slot: Slot, now: float) -> SlotState:

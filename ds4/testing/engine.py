@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,8 @@ class ScriptedSampler:
             return -1 if token in self.forbidden else token
         assert self.script is not None
         pieces = self.script.pieces
-        eos = next((i for i in self._engine.tokenizer.eos_ids if i not in self.forbidden), None)
+        ends: Iterable[int] = self._engine.tokenizer.eos_ids
+        eos = next((i for i in ends if i not in self.forbidden), None)
         over = self.drawn >= len(pieces)
         if over and self.script.ends and eos is not None:
             return eos
@@ -269,7 +270,7 @@ class ScriptedEngine:
         self.samplers: list[ScriptedSampler] = []
         self.sessions: list[ScriptedSession] = []
         self._scripts = list(scripts) or ["Hello world"]
-        self._tokenizer = ScriptedTokenizer() if tokenizer is None else tokenizer
+        self._tokenizer: ScriptedTokenizer | Tokenizer = ScriptedTokenizer() if tokenizer is None else tokenizer
         self._config = EngineConfig(model=Path("scripted"), ctx=ctx, slots=slots, prefill_chunk=2048)
         self._info = ModelInfo(
             id=model_id,
@@ -384,7 +385,7 @@ class ScriptedEngine:
         if isinstance(self._tokenizer, ScriptedTokenizer):
             return self._tokenizer.piece_id(piece)
         special = self._tokenizer.special_id(piece.decode("utf-8", "replace"))
-        ids = [special] if special is not None else self._tokenizer.encode(piece.decode())
+        ids: list[int] = [special] if special is not None else self._tokenizer.encode(piece.decode())
         if len(ids) != 1:
             raise ValueError(f"piece {piece!r} is {len(ids)} tokens of this tokenizer")
         return ids[0]

@@ -384,7 +384,7 @@ def test_admission_is_first_in_first_out() -> None:
     assert all(driver.finish(job).reason == "stop" for job in jobs)
 
 
-def test_requests_that_arrive_together_share_their_common_prefix() -> None:
+def test_long_prompts_that_arrive_together_share_their_common_prefix() -> None:
     shared = tokens(4000)
     driver = Driver(ScriptedEngine("ok"), slots=3)
     jobs = [driver.submit([*shared, base]) for base in range(3)]
@@ -393,6 +393,26 @@ def test_requests_that_arrive_together_share_their_common_prefix() -> None:
     assert cached[0] == 0
     assert all(n >= 2048 for n in cached[1:]), cached
     assert sum(step.n_tokens for step in driver.engine.steps) < 2 * 4000
+
+
+def test_one_of_many_equal_prompts_is_evaluated() -> None:
+    driver = Driver(ScriptedEngine(ENDLESS), slots=16)
+    jobs = [driver.submit(tokens(500), max_tokens=3) for _ in range(16)]
+    assert chunk_ends(driver.step()) == [(0, 500)]
+    assert chunk_ends(driver.step()) == [(0, None), *((slot, 500) for slot in range(1, 16))]
+    driver.run()
+    assert [driver.finish(job).cached_tokens for job in jobs] == [0] + [499] * 15
+    assert {driver.text(job) for job in jobs} == {"xxx"}
+
+
+def test_equal_prompts_of_a_family_that_cannot_be_cut_wait_at_most_a_step() -> None:
+    driver = Driver(ScriptedEngine(ENDLESS, rewinds=False), slots=4)
+    jobs = [driver.submit(tokens(500), max_tokens=100) for _ in range(4)]
+    assert chunk_ends(driver.step()) == [(0, 500)]
+    assert chunk_ends(driver.step()) == [(0, None), (1, 128)], "the finished prompt cannot be cut to 499 tokens"
+    assert chunk_ends(driver.step()) == [(0, None), (2, 256)], "but the unfinished one is a prefix as it is"
+    driver.run()
+    assert {driver.text(job) for job in jobs} == {"x" * 100}
 
 
 def test_events_of_a_step_are_delivered_together() -> None:
