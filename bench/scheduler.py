@@ -19,7 +19,8 @@ from ds4.engine.types import Row, RowResult, SamplingParams
 from ds4.server.generation import Job
 from ds4.server.scheduler import Scheduler, SchedulerConfig
 from ds4.server.types import Event, GenerationRequest
-from ds4.testing import Driver, Script, ScriptedEngine
+from ds4.testing import Script, ScriptedEngine
+from ds4.testing.driver import Driver
 
 LIMIT_US = 25.0
 PROSE = "The quick brown fox jumps over the lazy dog, and then it rests for a while in the shade. "

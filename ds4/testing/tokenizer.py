@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 BYTES = 256
 FIRST_PIECE = 1024
@@ -36,8 +36,19 @@ class ScriptedTokenizer:
     def eos_ids(self) -> tuple[int, ...]:
         return self._eos_ids
 
+    @property
+    def bos_id(self) -> int | None:
+        return None
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        return dict(self._special_ids)
+
     def special_id(self, text: str) -> int | None:
         return self._special_ids.get(text)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special_ids.values()
 
     def token_bytes(self, token: int) -> bytes:
         """Raises KeyError for an id that was never handed out."""
@@ -84,6 +95,10 @@ class ScriptedTokenizer:
                 token = self._add_special(str(getattr(segment, "text")))  # noqa: B009 - duck-typed on purpose
                 parts.append(b"\xff" + token.to_bytes(4, "little"))
         return b"".join(parts)
+
+    def key_bytes_of_ids(self, ids: Iterable[int]) -> bytes:
+        specials = set(self._special_ids.values())
+        return b"".join(b"\xff" + i.to_bytes(4, "little") if i in specials else self._table[i] for i in ids)
 
     def piece_id(self, piece: bytes) -> int:
         """The id of a piece that is one token, whatever its length; learned on first use.

@@ -27,7 +27,8 @@ from ds4.server.types import (
     ToolCallEnd,
     ToolCallStart,
 )
-from ds4.testing import Clock, Driver, Script, ScriptedEngine, hash_model
+from ds4.testing import Script, ScriptedEngine, hash_model
+from ds4.testing.driver import Clock, Driver
 from ds4.testing.script import Split
 
 END = 256

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from ds4.engine.demo import demo_model_path
+from ds4.engine.model_file import open_model_file
+from ds4.engine.tokenizer import Tokenizer
 from ds4.engine.types import Row, SamplingParams
 from ds4.errors import Cancelled, CheckpointError, ContextLengthError, EngineError, SessionInvalidError
 from ds4.testing import Script, ScriptedEngine, ScriptedTokenizer, hash_model
@@ -176,7 +179,23 @@ def test_text_never_becomes_a_special_token() -> None:
     assert tokenizer.key_bytes(["é", Named("<|im_end|>")]) == "é".encode() + b"\xff" + int(end or 0).to_bytes(
         4, "little"
     )
+    assert tokenizer.key_bytes_of_ids([97, int(end or 0)]) == tokenizer.key_bytes(["a", Named("<|im_end|>")])
     new = tokenizer.encode_segments([Named("<|new|>")])
     assert tokenizer.decode(new) == b"<|new|>"
     assert tokenizer.piece_id(b"<|im_end|>") == end
     assert tokenizer.piece_id(b"word") == tokenizer.piece_id(b"word") >= 1024
+
+
+def test_the_surface_of_the_real_tokenizer() -> None:
+    public = {name for name in vars(Tokenizer) if not name.startswith("_")}
+    assert public <= set(dir(ScriptedTokenizer))
+
+
+def test_a_real_tokenizer_speaks_the_script() -> None:
+    tokenizer = open_model_file(demo_model_path()).tokenizer()
+    engine = ScriptedEngine("Bonjour, naïve 😀!", ["The", " end", "<|im_start|>"], tokenizer=tokenizer)
+    assert generate(engine, "Hi") == "Bonjour, naïve 😀!".encode()
+    assert generate(engine, "Hi") == b"The end<|im_start|>"
+    assert engine.prompts == ["Hi", "Hi"]
+    with pytest.raises(ValueError, match="tokens of this tokenizer"):
+        engine.piece_id(b"certainly not one token")
