@@ -321,12 +321,11 @@ class Scheduler:
     def _admit(self, now: float) -> None:
         while self._queue and self._deadline is None:
             job = self._queue[0]
-            route = self.slots.route(job.query, now)
-            if route is None:
-                return
-            self._queue.popleft()
-            log_route(job.request.id, route, len(job.prompt), now)
             try:
+                route = self.slots.route(job.query, now)
+                if route is None:
+                    return
+                log_route(job.request.id, route, len(job.prompt), now)
                 reuse = materialise(route.slot, job.query, route.reuse)
                 generation = Generation(job, route.slot, reuse, self._engine, now)
             except Exception as error:
@@ -334,14 +333,23 @@ class Scheduler:
             else:
                 route.slot.generation = generation
                 self._line.append(generation)
+            self._queue.popleft()
 
-    def _begin(self, generation: Generation, reuse: Reuse) -> None:
-        """Just before the first chunk: a neighbour may have evaluated more of the same prompt since the admission."""
+    def _begin(self, generation: Generation, plan: Plan) -> bool:
+        """Just before the first chunk: a neighbour may have evaluated more of the same prompt since the admission.
+
+        False when it is about to do so in this very step, and the job does better to wait for that.
+        """
+        job, slot = generation.job, generation.slot
+        reuse = probe(slot, Lookup(job.query, self.slots))
+        if _shared_by(plan, job, reuse.tokens + Fork.margin):
+            return False
         forked = reuse.source is not None
-        reuse = materialise(generation.slot, generation.job.query, reuse) if forked else generation.reuse
-        self._outbox.append((generation.job, [generation.start(reuse)]))
+        reuse = materialise(slot, job.query, reuse) if forked else generation.reuse
+        self._outbox.append((job, [generation.start(reuse)]))
         if self._observer is not None:
-            self._observer.on_start(generation.job, reuse, generation.assigned - generation.job.submitted)
+            self._observer.on_start(job, reuse, generation.assigned - job.submitted)
+        return True
 
     # ---- prefill
 
@@ -352,11 +360,12 @@ class Scheduler:
         grain = self._config.mixed_prefill_quantum
         first: Generation | None = None
         for generation in waiting:
-            if not generation.begun:
-                reuse = probe(generation.slot, Lookup(generation.job.query, self.slots))
-                if first is not None and _shared_by(plan, generation.job, reuse.tokens + Fork.margin):
+            try:
+                if not generation.begun and not self._begin(generation, plan):
                     continue
-                self._begin(generation, reuse)
+            except Exception as error:
+                self._end(generation, self._failure(error), [])
+                continue
             position, total = generation.position, generation.prompt_tokens
             if first is None:
                 end = min(total, (position // budget + 1) * budget)

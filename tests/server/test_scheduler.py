@@ -7,6 +7,8 @@ import json
 import random
 import threading
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from ds4.engine.types import SamplingParams
@@ -27,7 +29,7 @@ from ds4.server.types import (
     ToolCallEnd,
     ToolCallStart,
 )
-from ds4.testing import Script, ScriptedEngine, hash_model
+from ds4.testing import Script, ScriptedEngine, ScriptedSession, hash_model
 from ds4.testing.driver import Clock, Driver
 from ds4.testing.script import Split
 
@@ -561,6 +563,28 @@ def test_a_request_that_cannot_start_fails_alone() -> None:
     job = driver.ask("q", syntax="no such syntax")
     assert isinstance(driver.end(job), Failed)
     assert driver.finish(driver.ask("q")).reason == "stop"
+
+
+@pytest.mark.parametrize("breaks_at", [1, 2], ids=["routing", "first chunk"])
+def test_a_prompt_that_breaks_the_lookup_fails_alone(monkeypatch: pytest.MonkeyPatch, breaks_at: int) -> None:
+    driver = Driver(ScriptedEngine("a b c"), slots=2)
+    good = driver.submit(tokens(4, 0))
+    driver.step()
+    looked_up = 0
+    common = ScriptedSession.common_prefix
+
+    def breaks(session: ScriptedSession, prompt: npt.NDArray[np.int32]) -> int:
+        nonlocal looked_up
+        looked_up += prompt[0] == 66 and session.index == 1
+        if prompt[0] == 66 and looked_up >= breaks_at:
+            raise IndexError("no such row")
+        return common(session, prompt)
+
+    monkeypatch.setattr(ScriptedSession, "common_prefix", breaks)
+    bad, later = driver.submit(tokens(4, 66)), driver.submit(tokens(4, 1))
+    driver.run(limit=20)
+    assert driver.end(bad) == Failed("internal error", 500)
+    assert (driver.started(bad) is None, driver.text(good), driver.text(later)) == (True, "a b c", "a b c")
 
 
 def test_undeliverable_events_do_not_stop_the_scheduler() -> None:
