@@ -56,13 +56,16 @@ class Utf8Decoder:
 def repair_surrogates(text: str) -> str:
     """`text` with surrogate pairs joined and unpaired surrogates replaced by U+FFFD; itself if it has none."""
 
+MAX_STOP_BYTES: int
+"""Stop strings may have this many bytes together: 2**20."""
+
 @final
 class StopMatcher:
     """Finds the first stop string in a byte stream and holds back exactly what may still become one.
 
     The first position at which any stop string is complete decides; of those that end there the longest (which starts
     first) counts. So the result is the same for every split of the text, and no byte after the match is needed.
-    Empty stop strings are ignored.
+    Empty stop strings are ignored. Raises ValueError above MAX_STOP_BYTES.
     """
 
     def __init__(self, stops: Sequence[bytes]) -> None: ...
@@ -90,3 +93,6 @@ def common_prefix_tokens(a: Tokens, b: Tokens) -> int:
 
     Raises TypeError for what is no token sequence, OverflowError for an int of more than 64 bits.
     """
+
+def use_sha1(name: str) -> str:
+    """Chooses "sha-ni" or "portable"; returns what was in use. For tests. Raises ValueError for what the CPU lacks."""

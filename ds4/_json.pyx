@@ -43,6 +43,10 @@ cdef extern from "Python.h":
     double PyOS_string_to_double(const char* s, char** end, PyObject* overflow) except? -1.0
 
 
+cdef extern from "../native/text/utf8.h" nogil:
+    uint32_t ds4_char_next(int width, const void* data, int64_t* at, int64_t n)
+
+
 cdef extern from "../native/text/json.h" nogil:
     enum:
         DS4_JSON_MAX_DEPTH
@@ -165,7 +169,7 @@ cdef object step_of(object key):
 cdef str join_path(list steps):
     """`$` and the steps; of more than 32 only both ends, so that no message grows with the nesting."""
     if len(steps) > 32:
-        steps = [*steps[:16], "…", *steps[-16:]]
+        steps = [*steps[:16], "…", *steps[len(steps) - 16:]]
     return "$" + "".join(steps)
 
 
@@ -450,7 +454,8 @@ cdef class Node:
         while node.parent is not None:
             parts.append(step_of(node.parent.key_of(node.at)))
             node = node.parent
-        return join_path(parts[::-1])
+        parts.reverse()
+        return join_path(parts)
 
     @property
     def start(self):
@@ -777,26 +782,6 @@ def minify(data):
 # ---- output ----------------------------------------------------------------------------------------------------
 
 
-cdef inline uint32_t code_at(int kind, const void* data, Py_ssize_t* i, Py_ssize_t n) noexcept nogil:
-    """The code point at i of two or four byte characters, surrogates repaired; moves i behind it."""
-    cdef uint32_t c, low
-    if kind == 2:
-        c = (<const uint16_t*>data)[i[0]]
-    elif kind == 4:
-        c = (<const uint32_t*>data)[i[0]]
-    else:
-        c = (<const uint8_t*>data)[i[0]]
-    i[0] += 1
-    if c < 0xD800 or c > 0xDFFF:
-        return c
-    if c < 0xDC00 and i[0] < n:
-        low = (<const uint16_t*>data)[i[0]] if kind == 2 else (<const uint32_t*>data)[i[0]]
-        if 0xDC00 <= low <= 0xDFFF:
-            i[0] += 1
-            return 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00)
-    return 0xFFFD
-
-
 cdef inline int64_t escaped_length(uint32_t c) noexcept nogil:
     if c >= 0x80:
         return 2 if c < 0x800 else 3 if c < 0x10000 else 4
@@ -805,25 +790,27 @@ cdef inline int64_t escaped_length(uint32_t c) noexcept nogil:
     return 2 if c == 9 or c == 10 or c == 13 else 6
 
 
-cdef int64_t escaped_size(int kind, bint is_ascii, const void* data, Py_ssize_t n) noexcept nogil:
+cdef int64_t escaped_size(int kind, bint is_ascii, const void* data, int64_t n) noexcept nogil:
     cdef int64_t size = 0
-    cdef Py_ssize_t i = 0
+    cdef int64_t i = 0
     if is_ascii:
         return kernels.escaped_size(<const uint8_t*>data, n)
     while i < n:
-        size += escaped_length(code_at(kind, data, &i, n))
+        size += escaped_length(ds4_char_next(kind, data, &i, n))
     return size
 
 
-cdef uint8_t* put_escaped(uint8_t* out, int64_t size, int kind, bint is_ascii, const void* data, Py_ssize_t n) noexcept nogil:
+cdef uint8_t* put_escaped(
+    uint8_t* out, int64_t size, int kind, bint is_ascii, const void* data, int64_t n
+) noexcept nogil:
     """Writes exactly `size` bytes, the escaped form of the n characters; returns the end."""
-    cdef Py_ssize_t i = 0
+    cdef int64_t i = 0
     cdef uint8_t* end = out
     if is_ascii and size == n:
         memcpy(out, data, n)
         return out + n
     while i < n:
-        end = ds4_put_escaped(end, code_at(kind, data, &i, n), 0)
+        end = ds4_put_escaped(end, ds4_char_next(kind, data, &i, n), 0)
     return end
 
 

@@ -1,0 +1,628 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, freethreading_compatible=True
+"""Bytes and tokens on the hot path: SHA-1, incremental UTF-8, surrogate repair, stop strings, common prefixes.
+
+Stop strings are a trie with failure links (Aho and Corasick 1975). For "ab" and "bc":
+
+      root --a--> 1 --b--> 2*        2 fails to 3: the "b" may begin "bc"
+        \\---b--> 3 --c--> 4*
+
+The matcher is at the deepest node whose path ends the text so far. Invariants: the path of that node is exactly what
+must be held back (it is the longest end of the text that begins a stop string), so nothing else is buffered; the work
+is linear in text plus stop strings; the first node with an output is the match.
+
+UTF-8: `pending` is empty or a well-formed, incomplete sequence (at most three bytes), so the end of the stream turns
+it into one U+FFFD. Every string that comes out holds whole code points and no surrogates.
+
+Free-threaded Python: functions share no state. Methods of one `Utf8Decoder` or `StopMatcher` run in its critical
+section, those of one `Sha1` under its lock (they give up the GIL). A list of tokens is read inside its critical
+section.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.list cimport PyList_CheckExact
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from cpython.number cimport PyNumber_Index
+from cpython.object cimport PyObject
+from cpython.tuple cimport PyTuple_CheckExact
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+
+cdef extern from "Python.h":
+    object PyUnicode_New(Py_ssize_t size, Py_UCS4 maxchar)
+    object PyUnicode_FromOrdinal(int code)
+    void* PyUnicode_DATA(object o)
+    int PyUnicode_KIND(object o)
+    Py_ssize_t PyUnicode_GET_LENGTH(object o)
+    PyObject** PySequence_Fast_ITEMS(object o)
+    Py_ssize_t PySequence_Fast_GET_SIZE(object o)
+
+
+cdef extern from "../native/text/sha1.h" nogil:
+    ctypedef struct ds4_sha1:
+        pass
+    bint ds4_sha1_use(int ni)
+    void ds4_sha1_init(ds4_sha1* h)
+    void ds4_sha1_update(ds4_sha1* h, const uint8_t* p, int64_t n)
+    void ds4_sha1_digest(const ds4_sha1* h, uint8_t* digest)
+
+
+cdef extern from "../native/text/utf8.h" nogil:
+    int ds4_utf8_incomplete(const uint8_t* p, int64_t n)
+    bint ds4_is_ascii(const uint8_t* p, int64_t n)
+    int64_t ds4_utf8_measure(const uint8_t* p, const uint8_t* end, uint32_t* highest)
+    void ds4_utf8_decode(const uint8_t* p, const uint8_t* end, int width, void* out)
+    uint32_t ds4_char_next(int width, const void* data, int64_t* at, int64_t n)
+    bint ds4_has_surrogates(int width, const void* data, int64_t n)
+
+
+cdef extern from "../native/text/prefix.h" nogil:
+    int64_t ds4_common_prefix(const uint8_t* a, const uint8_t* b, int64_t n)
+
+
+cdef extern from *:
+    """
+    /* An exact int of one digit, which every token id is, without a call. 0: ask PyLong_AsLongLong. */
+    static CYTHON_INLINE int ds4_brief_int(PyObject* o, int64_t* value) {
+      if (!PyLong_Check(o)) return 0;
+    #if PY_VERSION_HEX >= 0x030C0000
+      if (!PyUnstable_Long_IsCompact((PyLongObject*)o)) return 0;
+      *value = PyUnstable_Long_CompactValue((PyLongObject*)o);
+    #else
+      {
+        const Py_ssize_t size = Py_SIZE(o);
+        if (size < -1 || size > 1) return 0;
+        *value = size == 0 ? 0 : size * (int64_t)((PyLongObject*)o)->ob_digit[0];
+      }
+    #endif
+      return 1;
+    }
+    #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    enum { DS4_LITTLE_ENDIAN = 1 };
+    #else
+    enum { DS4_LITTLE_ENDIAN = 0 };
+    #endif
+    """
+    bint ds4_brief_int(PyObject* o, int64_t* value) noexcept
+    int DS4_LITTLE_ENDIAN
+
+cdef enum:
+    LONG_WORK = 65536   # bytes from which the GIL is given up: about 30 us of SHA-1
+    CHUNK = 1024        # tokens converted at a time
+
+MAX_STOP_BYTES = 1 << 20
+
+
+# ---- token sequences -------------------------------------------------------------------------------------------
+
+
+cdef struct Tokens:
+    # Items of a list or tuple (width 0), or integers of 4 or 8 bytes.
+    PyObject** items
+    const uint8_t* data
+    int width
+    bint signed
+    Py_ssize_t n
+    bint has_view
+    Py_buffer view
+
+
+cdef int open_tokens(object tokens, Tokens* t) except -1:
+    cdef bytes code
+    t.has_view = False
+    t.items = NULL
+    t.width = 0
+    if PyList_CheckExact(tokens) or PyTuple_CheckExact(tokens):
+        t.items = PySequence_Fast_ITEMS(tokens)
+        t.n = PySequence_Fast_GET_SIZE(tokens)
+        return 0
+    try:
+        PyObject_GetBuffer(tokens, &t.view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
+    except (TypeError, BufferError, ValueError):
+        raise TypeError(
+            f"token ids must be a list, a tuple or a contiguous integer buffer, not {type(tokens).__name__}"
+        ) from None
+    t.has_view = True
+    code = t.view.format if t.view.format != NULL else b"B"
+    code = code.lstrip(b"@=<" if DS4_LITTLE_ENDIAN else b"@=>!")
+    if t.view.ndim != 1 or t.view.itemsize not in (4, 8) or code not in (b"i", b"I", b"l", b"L", b"q", b"Q"):
+        shape = f"{t.view.ndim}-dimensional buffer of format {code.decode(errors='replace')!r}"
+        PyBuffer_Release(&t.view)
+        raise TypeError(f"token ids must be a one-dimensional buffer of 4 or 8 byte integers, not a {shape}")
+    if t.view.shape[0] > 0 and <size_t>t.view.buf % t.view.itemsize:
+        PyBuffer_Release(&t.view)
+        raise TypeError("token ids are not aligned in their buffer")
+    t.data = <const uint8_t*>t.view.buf
+    t.width = t.view.itemsize
+    t.signed = code.islower()
+    t.n = t.view.shape[0]
+    return 0
+
+
+cdef void close_tokens(Tokens* t) noexcept:
+    if t.has_view:
+        t.has_view = False
+        PyBuffer_Release(&t.view)
+
+
+cdef int read_tokens(object owner, Tokens* t, Py_ssize_t start, Py_ssize_t n, int64_t* out) except -1:
+    """n token ids from `start` as int64. Raises TypeError for a non-integer, OverflowError beyond 64 bits."""
+    cdef Py_ssize_t i
+    cdef const int32_t* narrow
+    cdef const uint32_t* narrow_unsigned
+    cdef const int64_t* wide
+    if t.width == 0:
+        for i in range(n):
+            # `__index__` of a foreign item may have changed the list.
+            if start + i >= PySequence_Fast_GET_SIZE(owner):
+                raise RuntimeError("list of token ids changed while it was read")
+            t.items = PySequence_Fast_ITEMS(owner)
+            if not ds4_brief_int(t.items[start + i], out + i):
+                out[i] = PyNumber_Index(<object>t.items[start + i])
+    elif t.width == 4 and t.signed:
+        narrow = <const int32_t*>t.data + start
+        for i in range(n):
+            out[i] = narrow[i]
+    elif t.width == 4:
+        narrow_unsigned = <const uint32_t*>t.data + start
+        for i in range(n):
+            out[i] = narrow_unsigned[i]
+    else:
+        wide = <const int64_t*>t.data + start
+        for i in range(n):
+            out[i] = wide[i]
+            if wide[i] < 0 and not t.signed:
+                raise OverflowError(f"token id at {start + i} has more than 63 bits")
+    return 0
+
+
+cdef int hash_tokens(ds4_sha1* h, object tokens) except -1:
+    cdef Tokens t
+    cdef int64_t ids[CHUNK]
+    cdef uint8_t words[4 * CHUNK]
+    cdef Py_ssize_t at = 0, n, i
+    cdef uint64_t any_high
+    open_tokens(tokens, &t)
+    try:
+        if t.width == 4 and DS4_LITTLE_ENDIAN:
+            if t.signed:
+                any_high = 0
+                for i in range(t.n):
+                    any_high |= (<const uint32_t*>t.data)[i]
+                if any_high & 0x80000000u:
+                    for i in range(t.n):
+                        if (<const int32_t*>t.data)[i] < 0:
+                            raise ValueError(f"token id {(<const int32_t*>t.data)[i]} at {i} is negative")
+            if 4 * t.n >= LONG_WORK:
+                with nogil:
+                    ds4_sha1_update(h, t.data, 4 * t.n)
+            else:
+                ds4_sha1_update(h, t.data, 4 * t.n)
+            return 0
+        with cython.critical_section(tokens):
+            while at < t.n:
+                n = min(<Py_ssize_t>CHUNK, t.n - at)
+                read_tokens(tokens, &t, at, n, ids)
+                any_high = 0
+                for i in range(n):
+                    any_high |= <uint64_t>ids[i]
+                if any_high >> 32:
+                    for i in range(n):
+                        if <uint64_t>ids[i] >> 32:
+                            raise ValueError(f"token id {ids[i]} at {at + i} is outside of 0 .. 2**32 - 1")
+                if DS4_LITTLE_ENDIAN:
+                    for i in range(n):
+                        (<uint32_t*>words)[i] = <uint32_t>ids[i]
+                else:
+                    for i in range(4 * n):
+                        words[i] = <uint8_t>(ids[i >> 2] >> (8 * (i & 3)))
+                ds4_sha1_update(h, words, 4 * n)
+                at += n
+        return 0
+    finally:
+        close_tokens(&t)
+
+
+# ---- SHA-1 -----------------------------------------------------------------------------------------------------
+
+SHA1_BACKEND = "sha-ni" if ds4_sha1_use(1) else "portable"
+
+
+def use_sha1(str name not None):
+    """Chooses "sha-ni" or "portable"; for tests. Raises ValueError for what this CPU lacks."""
+    global SHA1_BACKEND
+    if name not in ("sha-ni", "portable") or not ds4_sha1_use(name == "sha-ni"):
+        raise ValueError(f"SHA-1 by {name!r} is not available on this CPU")
+    before = SHA1_BACKEND
+    SHA1_BACKEND = name
+    return before
+
+
+cdef int hash_bytes(ds4_sha1* h, object data) except -1:
+    cdef Py_buffer view
+    if type(data) is bytes and PyBytes_GET_SIZE(data) < LONG_WORK:
+        ds4_sha1_update(h, <const uint8_t*>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data))
+        return 0
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        if view.len >= LONG_WORK:
+            with nogil:
+                ds4_sha1_update(h, <const uint8_t*>view.buf, view.len)
+        else:
+            ds4_sha1_update(h, <const uint8_t*>view.buf, view.len)
+    finally:
+        PyBuffer_Release(&view)
+    return 0
+
+
+cdef bytes digest_of(const ds4_sha1* h):
+    digest = PyBytes_FromStringAndSize(NULL, 20)
+    ds4_sha1_digest(h, <uint8_t*>PyBytes_AS_STRING(digest))
+    return digest
+
+
+def sha1(data):
+    cdef ds4_sha1 h
+    ds4_sha1_init(&h)
+    hash_bytes(&h, data)
+    return digest_of(&h)
+
+
+def sha1_hex(data):
+    return sha1(data).hex()
+
+
+def sha1_tokens(tokens):
+    cdef ds4_sha1 h
+    ds4_sha1_init(&h)
+    hash_tokens(&h, tokens)
+    return digest_of(&h)
+
+
+@cython.final
+cdef class Sha1:
+    cdef ds4_sha1 h
+    cdef cython.pymutex lock
+
+    def __cinit__(self):
+        ds4_sha1_init(&self.h)
+
+    def __init__(self, data=b""):
+        self.update(data)
+
+    def update(self, data):
+        with self.lock:
+            hash_bytes(&self.h, data)
+
+    def update_tokens(self, tokens):
+        cdef ds4_sha1 before
+        with self.lock:
+            before = self.h
+            try:
+                hash_tokens(&self.h, tokens)
+            except BaseException:
+                self.h = before
+                raise
+
+    def digest(self):
+        with self.lock:
+            return digest_of(&self.h)
+
+    def hexdigest(self):
+        return self.digest().hex()
+
+    def copy(self):
+        cdef Sha1 other = Sha1()
+        with self.lock:
+            other.h = self.h
+        return other
+
+
+# ---- UTF-8 -----------------------------------------------------------------------------------------------------
+
+
+cdef object decode(const uint8_t* p, int64_t n):
+    """All these bytes as str, ill-formed ones replaced."""
+    cdef uint32_t highest
+    cdef int64_t chars
+    if n == 0:
+        return ""
+    chars = ds4_utf8_measure(p, p + n, &highest)
+    text = PyUnicode_New(chars, 0x7F if highest < 0x80 else 0xFF if highest < 0x100 else 0xFFFF if highest < 0x10000 else 0x10FFFF)
+    ds4_utf8_decode(p, p + n, PyUnicode_KIND(text), PyUnicode_DATA(text))
+    return text
+
+
+@cython.final
+cdef class Utf8Decoder:
+    cdef uint8_t held[4]
+    cdef int n_held
+
+    @cython.critical_section
+    def feed(self, bytes data not None):
+        cdef const uint8_t* p = <const uint8_t*>PyBytes_AS_STRING(data)
+        cdef Py_ssize_t n = PyBytes_GET_SIZE(data)
+        cdef int cut
+        cdef bytes joined
+        if self.n_held == 0:
+            if ds4_is_ascii(p, n):
+                if n == 1:
+                    return PyUnicode_FromOrdinal(p[0])
+                text = PyUnicode_New(n, 0x7F)
+                memcpy(PyUnicode_DATA(text), p, n)
+                return text
+        elif n > 0:
+            joined = PyBytes_FromStringAndSize(NULL, self.n_held + n)
+            memcpy(PyBytes_AS_STRING(joined), self.held, self.n_held)
+            memcpy(PyBytes_AS_STRING(joined) + self.n_held, p, n)
+            p = <const uint8_t*>PyBytes_AS_STRING(joined)
+            n += self.n_held
+        else:
+            return ""
+        cut = ds4_utf8_incomplete(p, n)
+        text = decode(p, n - cut)
+        memcpy(self.held, p + n - cut, cut)
+        self.n_held = cut
+        return text
+
+    @cython.critical_section
+    def finish(self):
+        if self.n_held == 0:
+            return ""
+        self.n_held = 0
+        return "\ufffd"
+
+    @property
+    @cython.critical_section
+    def pending(self):
+        return PyBytes_FromStringAndSize(<const char*>self.held, self.n_held)
+
+
+def repair_surrogates(str text not None):
+    cdef int width = PyUnicode_KIND(text)
+    cdef const void* data = PyUnicode_DATA(text)
+    cdef int64_t n = PyUnicode_GET_LENGTH(text)
+    cdef int64_t at = 0, chars = 0
+    cdef uint32_t code, highest = 0
+    cdef int out_width
+    cdef void* out
+    if not ds4_has_surrogates(width, data, n):
+        return text
+    while at < n:
+        code = ds4_char_next(width, data, &at, n)
+        highest = max(highest, code)
+        chars += 1
+    # A surrogate was there, so the highest character is U+FFFD or above the BMP.
+    repaired = PyUnicode_New(chars, 0xFFFF if highest < 0x10000 else 0x10FFFF)
+    out = PyUnicode_DATA(repaired)
+    out_width = PyUnicode_KIND(repaired)
+    at = chars = 0
+    while at < n:
+        code = ds4_char_next(width, data, &at, n)
+        if out_width == 2:
+            (<unsigned short*>out)[chars] = <unsigned short>code
+        else:
+            (<uint32_t*>out)[chars] = code
+        chars += 1
+    return repaired
+
+
+# ---- stop strings ----------------------------------------------------------------------------------------------
+
+
+cdef struct StopNode:
+    int32_t child       # first child, 0: none
+    int32_t sibling     # next child of the parent, 0: none
+    int32_t fail        # node of the longest proper end of this path that is a path
+    int32_t depth
+    int32_t stop        # a stop string that begins with this path
+    int32_t output      # the longest stop string that ends this path, -1: none
+    uint8_t byte
+
+
+cdef inline int32_t child_of(const StopNode* nodes, int32_t node, uint8_t byte) noexcept nogil:
+    cdef int32_t child = nodes[node].child
+    while child != 0 and nodes[child].byte != byte:
+        child = nodes[child].sibling
+    return child
+
+
+@cython.final
+cdef class StopMatcher:
+    cdef tuple stops
+    cdef bytes found
+    cdef StopNode* nodes
+    cdef int32_t root[256]
+    cdef int32_t at
+
+    def __cinit__(self, stops):
+        cdef Py_ssize_t total = 0
+        cdef bytes stop
+        self.stops = tuple([s for s in stops if len(s) > 0])
+        for stop in self.stops:
+            total += len(stop)
+        if total > MAX_STOP_BYTES:
+            raise ValueError(f"stop strings have {total} bytes together, at most {MAX_STOP_BYTES} are allowed")
+        self.nodes = <StopNode*>PyMem_Calloc(total + 1, sizeof(StopNode))
+        if self.nodes == NULL:
+            raise MemoryError
+        self.build(total + 1)
+
+    def __dealloc__(self):
+        PyMem_Free(self.nodes)
+
+    cdef int build(self, Py_ssize_t capacity) except -1:
+        cdef StopNode* nodes = self.nodes
+        cdef int32_t n = 1, node, child, k = 0
+        cdef Py_ssize_t i, head = 0, tail = 0
+        cdef bytes stop
+        cdef uint8_t byte
+        cdef int32_t* queue = <int32_t*>PyMem_Calloc(capacity, sizeof(int32_t))
+        if queue == NULL:
+            raise MemoryError
+        nodes[0].output = -1
+        for k, stop in enumerate(self.stops):
+            node = 0
+            for i in range(PyBytes_GET_SIZE(stop)):
+                byte = <uint8_t>PyBytes_AS_STRING(stop)[i]
+                child = child_of(nodes, node, byte)
+                if child == 0:
+                    child = n
+                    n += 1
+                    nodes[child].byte = byte
+                    nodes[child].depth = <int32_t>(i + 1)
+                    nodes[child].stop = k
+                    nodes[child].output = -1
+                    nodes[child].sibling = nodes[node].child
+                    nodes[node].child = child
+                node = child
+            nodes[node].output = k
+        # Breadth first: the failure link of a node needs those of all shallower ones.
+        child = nodes[0].child
+        while child != 0:
+            self.root[nodes[child].byte] = child
+            queue[tail] = child
+            tail += 1
+            child = nodes[child].sibling
+        while head < tail:
+            node = queue[head]
+            head += 1
+            if nodes[node].output < 0:
+                nodes[node].output = nodes[nodes[node].fail].output
+            child = nodes[node].child
+            while child != 0:
+                nodes[child].fail = self.step(nodes[node].fail, nodes[child].byte)
+                queue[tail] = child
+                tail += 1
+                child = nodes[child].sibling
+        PyMem_Free(queue)
+        return 0
+
+    cdef inline int32_t step(self, int32_t node, uint8_t byte) noexcept nogil:
+        cdef int32_t child
+        while node != 0:
+            child = child_of(self.nodes, node, byte)
+            if child != 0:
+                return child
+            node = self.nodes[node].fail
+        return self.root[byte]
+
+    cdef bytes take(self, int32_t node, bytes data, Py_ssize_t n):
+        """The first n bytes of what is held at `node` and `data` together."""
+        cdef Py_ssize_t held = self.nodes[node].depth
+        cdef bytes stop
+        cdef bytes text
+        if n <= 0:
+            return b""
+        if held == 0:
+            return data if n == PyBytes_GET_SIZE(data) else PyBytes_FromStringAndSize(PyBytes_AS_STRING(data), n)
+        stop = self.stops[self.nodes[node].stop]
+        text = PyBytes_FromStringAndSize(NULL, n)
+        memcpy(PyBytes_AS_STRING(text), PyBytes_AS_STRING(stop), min(held, n))
+        if n > held:
+            memcpy(PyBytes_AS_STRING(text) + held, PyBytes_AS_STRING(data), n - held)
+        return text
+
+    @cython.critical_section
+    def feed(self, bytes data not None):
+        cdef const uint8_t* p = <const uint8_t*>PyBytes_AS_STRING(data)
+        cdef Py_ssize_t n = PyBytes_GET_SIZE(data), i
+        cdef int32_t before = self.at, node = self.at, k
+        if self.found is not None:
+            return b"", self.found
+        for i in range(n):
+            node = self.step(node, p[i])
+            k = self.nodes[node].output
+            if k >= 0:
+                self.found = self.stops[k]
+                self.at = 0
+                return self.take(before, data, self.nodes[before].depth + i + 1 - PyBytes_GET_SIZE(self.found)), self.found
+        self.at = node
+        return self.take(before, data, self.nodes[before].depth + n - self.nodes[node].depth), None
+
+    @cython.critical_section
+    def finish(self):
+        cdef int32_t node = self.at
+        self.at = 0
+        return self.take(node, b"", self.nodes[node].depth)
+
+    @property
+    def matched(self):
+        return self.found
+
+    @property
+    def held(self):
+        return self.nodes[self.at].depth
+
+
+# ---- common prefixes -------------------------------------------------------------------------------------------
+
+
+cdef int64_t prefix_length(const uint8_t* a, const uint8_t* b, int64_t n) noexcept:
+    cdef int64_t same
+    if n < 16 * LONG_WORK:
+        return ds4_common_prefix(a, b, n)
+    with nogil:
+        same = ds4_common_prefix(a, b, n)
+    return same
+
+
+def common_prefix(a, b):
+    cdef Py_buffer x, y
+    PyObject_GetBuffer(a, &x, PyBUF_SIMPLE)
+    try:
+        PyObject_GetBuffer(b, &y, PyBUF_SIMPLE)
+        try:
+            return prefix_length(<const uint8_t*>x.buf, <const uint8_t*>y.buf, min(x.len, y.len))
+        finally:
+            PyBuffer_Release(&y)
+    finally:
+        PyBuffer_Release(&x)
+
+
+def is_prefix(prefix, data):
+    cdef Py_buffer x, y
+    PyObject_GetBuffer(prefix, &x, PyBUF_SIMPLE)
+    try:
+        PyObject_GetBuffer(data, &y, PyBUF_SIMPLE)
+        try:
+            return x.len <= y.len and prefix_length(<const uint8_t*>x.buf, <const uint8_t*>y.buf, x.len) == x.len
+        finally:
+            PyBuffer_Release(&y)
+    finally:
+        PyBuffer_Release(&x)
+
+
+cdef Py_ssize_t prefix_of_tokens(object a, object b, Tokens* x, Tokens* y) except -1:
+    cdef int64_t left[CHUNK]
+    cdef int64_t right[CHUNK]
+    cdef Py_ssize_t n = min(x.n, y.n), at = 0, some = 16
+    cdef int64_t same
+    if x.width > 0 and x.width == y.width and x.signed == y.signed:
+        return prefix_length(x.data, y.data, n * x.width) // x.width
+    while at < n:
+        some = min(some, n - at)
+        read_tokens(a, x, at, some, left)
+        read_tokens(b, y, at, some, right)
+        same = ds4_common_prefix(<const uint8_t*>left, <const uint8_t*>right, 8 * some) // 8
+        at += same
+        if same < some:
+            break
+        some = CHUNK
+    return at
+
+
+def common_prefix_tokens(a, b):
+    cdef Tokens x, y
+    open_tokens(a, &x)
+    try:
+        open_tokens(b, &y)
+        try:
+            with cython.critical_section(a, b):
+                return prefix_of_tokens(a, b, &x, &y)
+        finally:
+            close_tokens(&y)
+    finally:
+        close_tokens(&x)
