@@ -344,7 +344,12 @@ class ScriptedEngine:
     def close(self) -> None:
         self._closed = True
 
-    # ---- what a test tells it
+    # ---- what a test tells it and asks it
+
+    @property
+    def n_steps(self) -> int:
+        """Steps entered so far, failed ones included."""
+        return self._started
 
     def fail_at(self, step: int, error: Exception | None = None) -> None:
         """The `step`-th step (1-based, counted from the start of the engine) fails."""
