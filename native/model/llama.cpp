@@ -58,6 +58,9 @@ LlamaShape read_shape(HyperParams& p) {
   const std::string kind = p.text_or("rope.kind", "interleaved");
   if (kind != "interleaved" && kind != "half_split") throw Unsupported("rope.kind '" + kind + "' is not implemented");
   s.rope = kind == "interleaved" ? RopeKind::Interleaved : RopeKind::HalfSplit;
+  if (const int64_t experts = p.integer_or("expert_count", 0); experts != 0)
+    throw Unsupported("expert_count " + std::to_string(experts) + " is not implemented");
+  if (p.integer_or("expert_used_count", 0) != 0) throw Unsupported("expert_used_count is not implemented");
   return s;
 }
 
@@ -79,13 +82,17 @@ std::vector<double> rope_frequencies(const LlamaShape& s, HyperParams& p, Tensor
   }
 
   const std::string scaling = p.text_or("rope.scaling.type", "none");
-  if (scaling == "none") return freq;
+  if (scaling == "none") {
+    p.ignore("rope.scaling.");
+    return freq;
+  }
   if (scaling != "linear" && scaling != "llama3")
     throw Unsupported("rope.scaling.type '" + scaling + "' is not implemented");
   const double factor = p.real("rope.scaling.factor");
   if (!(factor >= 1) || !std::isfinite(factor)) throw Invalid("rope.scaling.factor is not a number of at least 1");
   if (scaling == "linear") {
     for (double& f : freq) f /= factor;
+    p.ignore("rope.scaling.original_context_length");  // the rule does not use it
     return freq;
   }
   // Llama 3: long wavelengths are stretched by `factor`, short ones stay, a linear ramp lies between.
@@ -129,6 +136,7 @@ class Llama final : public Model {
       specs_.push_back({.name = "k." + layer, .type = kv_type, .heads = s.kv_heads, .width = s.head_dim});
       specs_.push_back({.name = "v." + layer, .type = kv_type, .heads = s.kv_heads, .width = s.head_dim});
     }
+    params.ignore("context_length");  // advice to the user, no part of the computation
     tensors.refuse_untaken();
     params.refuse_unread();
   }

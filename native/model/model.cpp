@@ -37,7 +37,7 @@ std::unique_ptr<Model> make_model(const std::string& family, HyperParams params,
   if (kv_type != DType::F16 && kv_type != DType::BF16 && kv_type != DType::F32)
     throw Unsupported(std::string("KV cache of type ") + dtype_name(kv_type));
   if (family == "llama") return make_llama(std::move(params), std::move(tensors), kv_type);
-  throw Unsupported("model family '" + family + "' is not implemented");
+  throw Unsupported("general.architecture '" + family + "' is not implemented");
 }
 
 }  // namespace ds4

@@ -49,6 +49,11 @@ std::string HyperParams::text_or(const std::string& key, const std::string& othe
   wrong(key, "a string");
 }
 
+void HyperParams::ignore(const std::string& prefix) {
+  for (const auto& [key, value] : values_)
+    if (key.starts_with(prefix)) read_.insert(key);
+}
+
 void HyperParams::refuse_unread() const {
   for (const auto& [key, value] : values_)
     if (!read_.contains(key)) throw Unsupported(key + " is not implemented");

@@ -29,6 +29,8 @@ class HyperParams {
   double real(const std::string& key);
   double real_or(const std::string& key, double otherwise);
   std::string text_or(const std::string& key, const std::string& otherwise);
+  // Keys with this prefix change nothing in the computation.
+  void ignore(const std::string& prefix);
   // Throws Unsupported, naming the key, when a value was given that nobody has read.
   void refuse_unread() const;
 

@@ -85,7 +85,9 @@ def test_linear_and_llama3_scaling() -> None:
     ("change", "error", "message"),
     [
         ({"rope.scaling.type": "yarn"}, _cpu.Unsupported, "rope.scaling.type 'yarn'"),
-        ({"expert_count": 8}, _cpu.Unsupported, "expert_count is not implemented"),
+        ({"expert_count": 8}, _cpu.Unsupported, "expert_count 8 is not implemented"),
+        ({"attention.scale": 0.5}, _cpu.Unsupported, "attention.scale is not implemented"),
+        ({"rope.scaling.type": "linear"}, ValueError, "rope.scaling.factor is missing"),
         ({"attention.value_length": 16}, _cpu.Unsupported, "attention.value_length 16"),
         ({"block_count": 4}, ValueError, "blk.3.attn_norm.weight: tensor is missing"),
         ({"block_count": 2}, _cpu.Unsupported, "blk.2.attn_k.weight: this tensor is not implemented"),
@@ -110,7 +112,7 @@ def test_refusals_name_the_key(change: dict[str, Any], error: type[Exception], m
 def test_refuses_other_families_and_lying_tensors() -> None:
     tiny = TinyLlama.make()
     backend = _cpu.Backend("reference")
-    with pytest.raises(_cpu.Unsupported, match="family 'mamba'"):
+    with pytest.raises(_cpu.Unsupported, match="general.architecture 'mamba'"):
         _cpu.Model(backend, "mamba", tiny.params(), tiny.tensors())
     with pytest.raises(_cpu.Unsupported, match="backend 'tpu'"):
         _cpu.Backend("tpu")

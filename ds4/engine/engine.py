@@ -1,0 +1,291 @@
+"""Engine: an open model that computes steps.
+
+    engine = Engine.open(EngineConfig())
+    session = engine.new_session()
+    session.sync(engine.tokenizer.encode("The capital of France is"))
+
+Opening reads the model file, checks the memory plan before any weight is touched, and hands the weights to a backend.
+The serving loop calls `step`; `generate` is the loop of one sequence.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import re
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from ds4 import _cpu
+from ds4.engine.demo import demo_model_path
+from ds4.engine.memory import available_memory, check_plan
+from ds4.engine.model_file import ModelFile, open_model_file
+from ds4.engine.sampler import new_sampler
+from ds4.engine.session import ModelHandle, Session
+from ds4.engine.types import (
+    EngineConfig,
+    MemoryPlan,
+    ModelInfo,
+    Progress,
+    Row,
+    RowResult,
+    SamplerLike,
+    SamplingParams,
+    TokenLogprobs,
+)
+from ds4.errors import ConfigError, EngineError, ModelFileError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ds4.engine.tokenizer import Tokenizer
+
+BACKENDS = ("cpu", "reference")
+_F16 = 1
+# The CPU backend keeps repacked weights with wider scales; what it really holds is known after loading.
+_REPACKED = 9 / 8
+# Quantised copies of activations beside the f32 ones.
+_WORKSPACE = 3 / 2
+
+
+class Engine:
+    """A model on a backend; satisfies `ds4.engine.types.EngineLike`. Made by `Engine.open` or `ds4.load`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        file: ModelFile,
+        backend: _cpu.Backend,
+        handle: ModelHandle,
+        tokenizer: Tokenizer | None,
+        plan: MemoryPlan,
+    ) -> None:
+        self._config = config
+        self._file = file
+        self._backend = backend
+        self._handle: ModelHandle | None = handle
+        self._tokenizer = tokenizer
+        self._plan = plan
+        self._vocab = handle.native.vocab
+        self._info = ModelInfo(
+            id=file.id,
+            name=file.name,
+            family=file.family,
+            syntax=file.syntax,
+            path=file.path,
+            ctx_train=file.hparams.integer("context_length"),
+            vocab_size=handle.native.vocab,
+            n_layers=handle.native.layers,
+            n_params=file.n_params,
+            file_bytes=file.file_bytes,
+            types=file.type_bytes,
+        )
+
+    @classmethod
+    def open(cls, config: EngineConfig | None = None, progress: Progress | None = None) -> Engine:
+        """Opens the configured model; `progress` is called with (done, total) parts of the weights.
+
+        Raises ConfigError (backend, instruction set, sizes), ModelFileError, UnsupportedModelError and, unless
+        `check_memory` is off, MemoryPlanError.
+        """
+        config = config or EngineConfig()
+        _check_config(config)
+        file = open_model_file(demo_model_path() if config.model is None else config.model)
+        backend = _open_backend(config)
+        native = build_model(file, backend)
+        plan = plan_memory(file, native, config)
+        if config.check_memory:
+            check_plan(plan, config.ctx, native.state_bytes(0))
+        tokenizer = file.tokenizer() if file.tokenizer_spec is not None else None
+        if config.warm_weights:
+            _warm(file)
+        try:
+            native.load(progress)
+        except _cpu.Unsupported as e:
+            raise UnsupportedModelError(file.path, "", str(e)) from None
+        plan = dataclasses.replace(plan, weight_bytes=native.resident_bytes)
+        handle = ModelHandle(native, file.family, fingerprint(file), config.prefill_chunk)
+        return cls(config, file, backend, handle, tokenizer, plan)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._config
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The plan the engine was opened with; weights as the backend really holds them."""
+        return self._plan
+
+    @property
+    def backend_name(self) -> str:
+        """The backend with its instruction set and threads, for people."""
+        return self._backend.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the weights: a saved session is only loaded into the model that made it."""
+        return self._model.fingerprint
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ModelFileError when the file has none."""
+        if self._tokenizer is None:
+            raise ModelFileError(self._file.path, "tokenizer", "the model has no tokenizer")
+        return self._tokenizer
+
+    @property
+    def _model(self) -> ModelHandle:
+        if self._handle is None:
+            raise EngineError("the engine is closed")
+        return self._handle
+
+    def new_session(self, ctx: int | None = None) -> Session:
+        """An empty session of `ctx` tokens (default: the configured context); its memory grows with its tokens."""
+        return Session(self._model, self._config.ctx if ctx is None else ctx)
+
+    def new_sampler(self, params: SamplingParams) -> SamplerLike:
+        return new_sampler(params, self._vocab)
+
+    def step(self, rows: Sequence[Row]) -> list[RowResult]:
+        """Runs one forward pass over all rows and samples where asked; the GIL is released inside.
+
+        Logits of a row do not depend on the other rows, bit for bit. On an engine failure every session of the step is
+        cleared and EngineError raised; bad arguments (ValueError, ContextLengthError) change nothing.
+        """
+        model = self._model.native
+        native = []
+        for row in rows:
+            session, sampler = row.session, row.sampler
+            if not isinstance(session, Session):
+                raise ValueError(f"a session of type {type(session).__name__} is not this engine's")
+            if sampler is not None and not isinstance(sampler, _cpu.Sampler):
+                raise ValueError(f"a sampler of type {type(sampler).__name__} is not this engine's")
+            native.append((session.native, row.tokens, sampler, row.want_logits))
+        results = model.step(native)
+        now = time.monotonic()
+        out = []
+        for row, (token, logprobs) in zip(rows, results, strict=True):
+            row.session.last_used = now  # type: ignore[misc]  # checked above: a Session
+            if logprobs is None:
+                out.append(RowResult(token))
+            else:
+                out.append(RowResult(token, TokenLogprobs(logprobs[0], tuple(logprobs[1]))))
+        return out
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        max_tokens: int = 256,
+    ) -> Iterator[str]:
+        """Continues `prompt` and yields the text as it is decoded, until an end token, `max_tokens` or the context.
+
+        A string is encoded as plain text, so it cannot contain special tokens; for a chat prompt pass token ids, such
+        as those of `tokenizer.encode_segments`. Raises what `Session.sync` and `step` raise.
+        """
+        tokenizer = self.tokenizer
+        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        params = params or SamplingParams()
+        sampler = new_sampler(params, self._vocab)
+        session = self.new_session()
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        try:
+            session.sync(tokens)
+            sampler.observe(tokens, prompt=True)
+            token: int | None = sampler.sample(session.logits())[0] if max_tokens > 0 else None
+            for made in range(max_tokens):
+                if token is None or token < 0 or token in tokenizer.eos_ids:
+                    break
+                if text := decoder.decode(tokenizer.token_bytes(token)):
+                    yield text
+                if made + 1 == max_tokens or session.n_tokens == session.ctx:
+                    break
+                token = self.step([Row(session, [token], sampler)])[0].token
+            if text := decoder.decode(b"", final=True):
+                yield text
+        finally:
+            session.close()
+
+    def close(self) -> None:
+        """Lets go of the weights. Open sessions stay readable; steps and new sessions raise EngineError."""
+        self._handle = None
+
+
+# ---- opening
+
+
+def _check_config(config: EngineConfig) -> None:
+    for name, low in (("ctx", 1), ("slots", 1), ("prefill_chunk", 1), ("threads", 0)):
+        value = getattr(config, name)
+        if value < low:
+            raise ConfigError(f"{name} is {value}, it must be at least {low}")
+
+
+def _open_backend(config: EngineConfig) -> _cpu.Backend:
+    kind = "cpu" if config.backend == "auto" else config.backend
+    if kind not in BACKENDS:
+        raise ConfigError(f"backend '{kind}' is not in this build, which has: {', '.join(BACKENDS)}")
+    try:
+        return _cpu.Backend(kind, threads=config.threads, isa=config.isa)
+    except (_cpu.Unsupported, ValueError) as e:
+        raise ConfigError(str(e)) from None
+
+
+def build_model(file: ModelFile, backend: _cpu.Backend) -> _cpu.Model:
+    """The model of a file on a backend, all but the weights' values checked, nothing loaded.
+
+    Raises ModelFileError and UnsupportedModelError naming the key or tensor.
+    """
+    params: dict[str, bool | int | float | str] = {"rope.kind": file.rope_kind}
+    for key, value in file.hparams.items():
+        if isinstance(value, list):
+            raise UnsupportedModelError(file.path, f"{file.family}.{key}", "one value per layer is not implemented")
+        params[key] = value
+    tensors = {name: (t.data, t.shape, int(t.dtype)) for name, t in file.tensors.items()}
+    try:
+        return _cpu.Model(backend, file.family, params, tensors, kv_type=_F16)
+    except _cpu.Unsupported as e:
+        raise UnsupportedModelError(file.path, *_where(str(e))) from None
+    except ValueError as e:
+        raise ModelFileError(file.path, *_where(str(e))) from None
+
+
+def _where(message: str) -> tuple[str, str]:
+    """Splits "KEY is wrong" and "TENSOR: is wrong" into what is at fault and what is wrong with it."""
+    match = re.fullmatch(r"([\w.]+\.[\w.]+|[a-z]+_[a-z_]+):? (.*)", message, re.DOTALL)
+    return (match[1], match[2]) if match else ("", message)
+
+
+def plan_memory(file: ModelFile, model: _cpu.Model, config: EngineConfig) -> MemoryPlan:
+    """What `config` needs with this model, estimated before anything is loaded."""
+    weights = sum(t.nbytes for t in file.tensors.values()) * _REPACKED
+    if config.backend == "reference":
+        weights = 4 * file.n_params
+    per_session = model.state_bytes(config.ctx) + 4 * config.ctx + 4 * model.vocab
+    workspace = model.workspace_bytes(config.prefill_chunk + config.slots, config.slots + 1) * _WORKSPACE
+    return MemoryPlan(int(weights), per_session, config.slots, int(workspace), available_memory())
+
+
+def _warm(file: ModelFile) -> None:
+    """Reads every page of the mapped weights once, so that no step waits for the disk."""
+    for tensor in file.tensors.values():
+        np.frombuffer(tensor.data, np.uint8)[::4096].max(initial=0)
+
+
+def fingerprint(file: ModelFile) -> str:
+    """Digest over names, types, shapes and three samples of the bytes of every tensor: 32 hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(file.tensors):
+        t = file.tensors[name]
+        digest.update(f"{name}\0{t.dtype.name}\0{t.shape}\0".encode())
+        for start in (0, t.nbytes // 2, max(0, t.nbytes - 256)):
+            digest.update(t.data[start : start + 256])
+    return digest.hexdigest()
