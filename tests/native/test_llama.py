@@ -112,7 +112,7 @@ def test_refusals_name_the_key(change: dict[str, Any], error: type[Exception], m
 def test_refuses_other_families_and_lying_tensors() -> None:
     tiny = TinyLlama.make()
     backend = _cpu.Backend("reference")
-    with pytest.raises(_cpu.Unsupported, match="general.architecture 'mamba'"):
+    with pytest.raises(_cpu.Unsupported, match=r"general\.architecture 'mamba'"):
         _cpu.Model(backend, "mamba", tiny.params(), tiny.tensors())
     with pytest.raises(_cpu.Unsupported, match="backend 'tpu'"):
         _cpu.Backend("tpu")
