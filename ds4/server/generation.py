@@ -15,9 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from ds4 import _core, _dsml
 from ds4.engine.types import Row, RowResult, SamplerLike
 from ds4.errors import EngineError
@@ -38,6 +35,9 @@ from ds4.server.types import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from ds4.engine.types import EngineLike
     from ds4.server.slots import Slot
 
@@ -53,9 +53,11 @@ class Job:
 
     __slots__ = ("cancelled", "query", "request", "sink", "submitted")
 
-    def __init__(self, request: GenerationRequest, submitted: float, sink: object = None) -> None:
+    def __init__(
+        self, request: GenerationRequest, prompt: npt.NDArray[np.int32], submitted: float, sink: object = None
+    ) -> None:
         self.request = request
-        self.query = Query(np.asarray(request.prompt_tokens, np.int32), request.key)
+        self.query = Query(prompt, request.key)
         self.submitted = submitted
         self.sink = sink
         self.cancelled = False

@@ -26,9 +26,12 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ds4._core import common_prefix_tokens
 from ds4.engine.types import Row, RowResult
-from ds4.errors import ConfigError, Ds4Error, ShuttingDown
+from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
 from ds4.server.generation import Generation, Job
 from ds4.server.reuse import Fork, Lookup, Reuse, materialise, probe
 from ds4.server.slots import Slot, Slots, log_route
@@ -148,6 +151,7 @@ class Scheduler:
     ) -> None:
         self.slots = Slots(engine, config.slots)
         self.stopped = False
+        self._ctx = self.slots[0].session.ctx
         self._engine = engine
         self._config = config
         self._deliver = deliver
@@ -166,12 +170,32 @@ class Scheduler:
     # ---- any thread
 
     def submit(self, request: GenerationRequest, sink: object = None) -> Job:
-        """Queues a request. Raises ShuttingDown once `shutdown` was called."""
+        """Queues a request.
+
+        Raises ShuttingDown once `shutdown` was called; RequestError and ContextLengthError for a prompt that no step
+        can take, because a bad row would fail its whole step.
+        """
         if not self._accepting:
             raise ShuttingDown("server shutting down")
-        job = Job(request, self._clock(), sink)
+        job = Job(request, self._prompt(request), self._clock(), sink)
         self._inbox.put(job)
         return job
+
+    def _prompt(self, request: GenerationRequest) -> npt.NDArray[np.int32]:
+        """The prompt as the engine takes it, [n] int32, each id in the vocabulary and n within the context."""
+        count, vocab = len(request.prompt_tokens), self._engine.info.vocab_size
+        if count == 0:
+            raise RequestError("the prompt is empty", param="prompt")
+        if count > self._ctx:
+            raise ContextLengthError(count, self._ctx)
+        try:
+            ids = np.asarray(request.prompt_tokens, np.int64)
+        except OverflowError:
+            raise RequestError(f"a token is outside the vocabulary of {vocab}", param="prompt") from None
+        for extreme in (int(ids.min()), int(ids.max())):
+            if not 0 <= extreme < vocab:
+                raise RequestError(f"token {extreme} is outside the vocabulary of {vocab}", param="prompt")
+        return ids.astype(np.int32)
 
     def cancel(self, job: Job) -> None:
         """Ends a job wherever it is, at the latest after the running step. Harmless when it is over."""
@@ -208,7 +232,7 @@ class Scheduler:
         self._add_prefill(plan)
         self._flush()
         if self._observer is not None and not plan.rows:
-            self._observer.on_idle()
+            self._tell(self._observer.on_idle)
         plan.started = self._clock()
         return plan
 
@@ -243,24 +267,23 @@ class Scheduler:
         self._flush()
         if self._observer is not None:
             decode_rows = sum(work.end is None for work in plan.work)
-            self._observer.on_step(
-                StepReport(
-                    seconds=now - plan.started,
-                    decode_rows=decode_rows,
-                    prefill_rows=len(plan.rows) - decode_rows,
-                    prefill_tokens=plan.prefill_tokens,
-                    queued=len(self._queue),
-                    busy=self.slots.n_busy,
-                    ttft=ttft,
-                    itl=itl,
-                )
+            report = StepReport(
+                seconds=now - plan.started,
+                decode_rows=decode_rows,
+                prefill_rows=len(plan.rows) - decode_rows,
+                prefill_tokens=plan.prefill_tokens,
+                queued=len(self._queue),
+                busy=self.slots.n_busy,
+                ttft=ttft,
+                itl=itl,
             )
+            self._tell(self._observer.on_step, report)
 
     def fail(self, plan: Plan, error: Exception) -> None:
         """The step failed: each of its jobs is told so, its sessions are empty, the server goes on."""
         log.error("step of %d rows failed: %s", len(plan.rows), error, exc_info=not isinstance(error, Ds4Error))
         for work in plan.work:
-            work.generation.slot.session.clear()
+            _clear(work.generation.slot)
             self._end(work.generation, self._failure(error), [])
         self._flush()
 
@@ -269,7 +292,7 @@ class Scheduler:
         log.error("scheduler failed: %s", error, exc_info=error)
         for slot in self.slots:
             if slot.generation is not None:
-                slot.session.clear()
+                _clear(slot)
                 self._end(slot.generation, self._failure(error), [])
         self._flush()
 
@@ -348,7 +371,7 @@ class Scheduler:
         reuse = materialise(slot, job.query, reuse) if forked else generation.reuse
         self._outbox.append((job, [generation.start(reuse)]))
         if self._observer is not None:
-            self._observer.on_start(job, reuse, generation.assigned - job.submitted)
+            self._tell(self._observer.on_start, job, reuse, generation.assigned - job.submitted)
         return True
 
     # ---- prefill
@@ -413,7 +436,7 @@ class Scheduler:
         slot.last_used = self._clock()
         terminal = events[-1]
         if self._observer is not None and isinstance(terminal, (Finish, Failed)):
-            self._observer.on_end(generation.job, terminal)
+            self._tell(self._observer.on_end, generation.job, terminal)
 
     def _end(self, generation: Generation, terminal: Finish | Failed, events: list[Event]) -> None:
         events.append(terminal)
@@ -423,7 +446,7 @@ class Scheduler:
     def _end_queued(self, job: Job, terminal: Finish | Failed) -> None:
         self._outbox.append((job, [terminal]))
         if self._observer is not None:
-            self._observer.on_end(job, terminal)
+            self._tell(self._observer.on_end, job, terminal)
 
     def _failure(self, error: Exception) -> Failed:
         """Our own errors explain themselves; the text of any other is for the log only."""
@@ -432,6 +455,13 @@ class Scheduler:
         log.error("unexpected %s", type(error).__name__, exc_info=error)
         return Failed("internal error")
 
+    def _tell(self, observe: Callable[..., None], *what: object) -> None:
+        """Metrics that break harm no job."""
+        try:
+            observe(*what)
+        except Exception as error:
+            log.error("observer failed: %s", error, exc_info=error)
+
     def _flush(self) -> None:
         if self._outbox:
             batch, self._outbox = self._outbox, []
@@ -439,6 +469,14 @@ class Scheduler:
                 self._deliver(batch)
             except Exception as error:
                 log.error("events of %d jobs were not delivered: %s", len(batch), error)
+
+
+def _clear(slot: Slot) -> None:
+    """Empties a session whose state is in doubt. One that cannot even be emptied is not in the way of the others."""
+    try:
+        slot.session.clear()
+    except Exception as error:
+        log.error("slot %d cannot be cleared: %s", slot.index, error, exc_info=error)
 
 
 def _shared_by(plan: Plan, job: Job, tokens: int) -> bool:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from ds4.engine.types import SamplingParams
-from ds4.errors import ConfigError, EngineError, ShuttingDown
+from ds4.errors import ConfigError, ContextLengthError, EngineError, RequestError, ShuttingDown
 from ds4.server.engine_thread import EngineThread
 from ds4.server.generation import Job
 from ds4.server.metrics import Metrics
@@ -585,6 +585,70 @@ def test_a_prompt_that_breaks_the_lookup_fails_alone(monkeypatch: pytest.MonkeyP
     driver.run(limit=20)
     assert driver.end(bad) == Failed("internal error", 500)
     assert (driver.started(bad) is None, driver.text(good), driver.text(later)) == (True, "a b c", "a b c")
+
+
+def test_a_prompt_that_no_step_can_take_is_refused_at_once() -> None:
+    driver = Driver(ScriptedEngine("a b c", ctx=100))
+    running = driver.submit(tokens(4))
+    driver.step()
+    with pytest.raises(RequestError, match="empty"):
+        driver.submit([])
+    with pytest.raises(ContextLengthError, match="Prompt has 101 tokens"):
+        driver.submit(tokens(101))
+    for wrong in (-1, driver.engine.info.vocab_size, 1 << 40):
+        with pytest.raises(RequestError, match=f"token {wrong} is outside"):
+            driver.submit([1, 2, 3], prompt_tokens=(1, wrong, 3))
+    with pytest.raises(RequestError, match="a token is outside"):
+        driver.submit([1, 2, 3], prompt_tokens=(1, 1 << 70, 3))
+    driver.run()
+    assert driver.text(running) == "a b c"
+
+
+class BrokenObserver:
+    def on_start(self, job: Job, reuse: Reuse, queue_seconds: float) -> None:
+        raise KeyError("start")
+
+    def on_step(self, report: StepReport) -> None:
+        raise KeyError("step")
+
+    def on_end(self, job: Job, event: Finish | Failed) -> None:
+        raise KeyError("end")
+
+    def on_idle(self) -> None:
+        raise KeyError("idle")
+
+
+def test_an_observer_that_breaks_harms_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver(ScriptedEngine("a b c"), observer=BrokenObserver())
+    assert driver.text(driver.ask("q")) == "a b c"
+    told = {record.message for record in caplog.records if "observer failed" in record.message}
+    assert told == {f"observer failed: '{what}'" for what in ("start", "step", "end", "idle")}
+
+
+def test_a_session_that_cannot_be_cleared_is_not_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(ScriptedEngine(ENDLESS), slots=2)
+    first, second = driver.submit(tokens(4, 0)), driver.submit(tokens(4, 1))
+    driver.step()
+
+    def broken() -> None:
+        raise EngineError("lost")
+
+    plan = driver.scheduler.plan()
+    monkeypatch.setattr(driver.engine.sessions[0], "clear", broken)
+    driver.scheduler.fail(plan, EngineError("lost"))
+    assert driver.end(first) == driver.end(second) == Failed("lost", 500)
+    assert driver.scheduler.slots.n_busy == 0
+
+
+def test_every_admission_is_one_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ds4.slots")
+    driver = Driver(ScriptedEngine("ok"))
+    driver.ask("abcd", id="first")
+    driver.ask("abcd", id="second")
+    assert [record.message for record in caplog.records if record.name == "ds4.slots"] == [
+        "first: slot 0: none, 0 of 4 prompt tokens reused",
+        "second: slot 0: memory-rewind, 3 of 4 prompt tokens reused, 2 of 5 live tokens dropped (idle 0 s, recent)",
+    ]
 
 
 def test_undeliverable_events_do_not_stop_the_scheduler() -> None:
