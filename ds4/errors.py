@@ -7,6 +7,11 @@ Messages name what is wrong (file, tensor, JSON path, flag) and both values: the
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """The text with control characters escaped: names in untrusted files must not reach a terminal as they are."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
+
+
 class Ds4Error(Exception):
     """Base of all errors of this package."""
 
@@ -24,7 +29,7 @@ class ModelFileError(Ds4Error):
     def __init__(self, path: object, where: str, message: str) -> None:
         self.path = str(path)
         self.where = where
-        super().__init__(f"{path}: {where + ': ' if where else ''}{message}")
+        super().__init__(printable(f"{path}: {where + ': ' if where else ''}{message}"))
 
 
 class UnsupportedModelError(ModelFileError):
