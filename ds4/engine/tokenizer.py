@@ -24,8 +24,9 @@ from ds4.errors import ModelFileError, UnsupportedModelError
 SPECIAL_KEY_BYTE = 0xFF
 """First byte of a special token in a prompt's cache key: it does not occur in UTF-8."""
 
-_CACHE_CHARS = 1 << 25
-_CACHE_MIN_CHARS = 64
+_CACHE_COST = 1 << 25
+_CACHE_ENTRY_COST = 256
+"""What an entry counts beside its characters."""
 
 # Token types of `tokenizer.ggml.token_type` (GGUF specification).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -116,7 +117,7 @@ class Tokenizer:
         names = sorted((t for t in self._special_ids if t), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, names))) if names else None
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
-        self._cached_chars = 0
+        self._cached = 0
         self._lock = Lock()
 
     # ---- facts
@@ -167,7 +168,8 @@ class Tokenizer:
         return ids + self.encode(text[start:])
 
     def encode_segments(self, segments: Iterable[str | SpecialSegment]) -> list[int]:
-        """Ids of a rendered prompt. Adjacent texts are one text. Long texts are remembered by content.
+        """Ids of a rendered prompt. Adjacent texts are one text. Texts are remembered by content, so that a
+        conversation that grows is not encoded twice.
 
         Raises ValueError for a special token that the vocabulary does not have.
         """
@@ -180,19 +182,20 @@ class Tokenizer:
         return ids
 
     def _encode_cached(self, text: str) -> list[int]:
-        if not _CACHE_MIN_CHARS <= len(text) <= _CACHE_CHARS // 4:
-            return self.encode(text)
+        cost = len(text) + _CACHE_ENTRY_COST
         with self._lock:
             if (known := self._cache.get(text)) is not None:
                 self._cache.move_to_end(text)
                 return known
         ids = self.encode(text)
+        if cost > _CACHE_COST // 4:
+            return ids
         with self._lock:
             if text not in self._cache:
                 self._cache[text] = ids
-                self._cached_chars += len(text)
-                while self._cached_chars > _CACHE_CHARS:
-                    self._cached_chars -= len(self._cache.popitem(last=False)[0])
+                self._cached += cost
+                while self._cached > _CACHE_COST:
+                    self._cached -= len(self._cache.popitem(last=False)[0]) + _CACHE_ENTRY_COST
         return ids
 
     def _require_special(self, text: str) -> int:

@@ -102,6 +102,18 @@ def test_remembered_texts_give_the_same_ids(demo: Tokenizer) -> None:
     assert demo.encode_segments([text, Special("<|im_end|>")]) == first[:-1] == [*demo.encode(text), 2]
 
 
+def test_memory_of_texts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds4.engine.tokenizer._CACHE_COST", 4000)
+    tokenizer = small()
+    calls = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: calls.append(text) or encode(text))
+    for text in ["a", "a", *(f"text {i}" for i in range(40)), "text 39", "a", "x" * 2000, "x" * 2000]:
+        assert tokenizer.encode_segments([text]) == encode(text)
+    assert calls == ["a", *(f"text {i}" for i in range(40)), "a", "x" * 2000, "x" * 2000]
+    assert tokenizer._cached == sum(len(t) + 256 for t in tokenizer._cache) <= 4000
+
+
 @pytest.mark.parametrize(
     ("text", "meaning"),
     [("\ud83d\ude00", "\U0001f600"), ("a\ud800b", "a\ufffdb"), ("\udc00", "\ufffd"), ("\ude00\ud83d", "\ufffd\ufffd")],
