@@ -217,6 +217,9 @@ def test_keys_that_lie(write: Any) -> None:
         refused(write(build([kv(b"a", ARR, array(kind, 2**61, b""))], []) + pad), "a: array of", str(2**61))
     refused(write(build([kv(b"a", ARR, array(99, 1, b""))], []) + pad), "unknown element type 99")
     refused(write(build([kv(b"a", ARR, array(BOOL, 2, b"\x01\x07"))], [])), "bool of value 7")
+    short = struct.pack("<Q", 5) + b"ab"
+    refused(write(build([kv(b"a", STR, short)], [], align=1)), "a: string 0 of 5 bytes", "the file ends at")
+    refused(write(build([kv(b"a", ARR, array(STR, 2, string(b"") + short))], [], align=1)), "a: string 1 of 5 bytes")
     deep = b"\0"
     for _ in range(40):
         deep = array(ARR, 1, deep)

@@ -100,6 +100,7 @@ def test_tensors_that_lie(write: Any) -> None:
         refused(one(shape=shape), "t: shape")
     for offsets in ([0], [0, 8, 8], [-1, 7], [0.0, 8], None):
         refused(one(offsets=offsets), "t: data_offsets")
+    refused(one(shape=[1]), "t: data_offsets span 8 bytes, F32 [1] needs 4")
     refused(one(shape=[3]), "t: data_offsets span 8 bytes, F32 [3] needs 12")
     refused(one(shape=[2**40, 2**40]), "t: data_offsets span 8 bytes")
     refused(one(shape=[4], offsets=[0, 16]), "t: ends at byte 16 of the data, the file has 8")
