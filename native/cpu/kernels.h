@@ -1,0 +1,86 @@
+// The table of kernels that every instruction set fills in (kernels_impl.h), and the data they share.
+//
+// Activations of int8 kernels: the token rows of a step are cut into groups of 16, 8, 4, 2 and 1 tokens. A group of N
+// tokens is a sequence of records, one per block of 32 columns, so that a kernel walks one pointer:
+//
+//   i8 q [N][32] | f32 d [N] | auxiliary [32 / group][N], 4 bytes each
+//
+// q = round(x / d), d = amax / 127 of the block. The auxiliary is d * sum(q) (f32, for weights with a minimum) or
+// -zero * sum(q) (i32, for weights with a zero point), per `group` columns. Float kernels: one value (f32) or one pair
+// (bf16) per column (pair) and token: [cols][N].
+//
+// Exactness: per output element every kernel runs the same sequence of f32 operations, ascending over the columns,
+// whatever N is; lanes are output rows, so nothing is ever summed across lanes.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/packed.h"
+
+namespace ds4::cpu {
+
+constexpr int kGroupSizes[] = {1, 2, 4, 8, 16};
+constexpr int kGroupCount = 5;
+constexpr int64_t kPageRows = 64;  // rows of a KV page
+constexpr int64_t kSegment = 256;  // keys whose attention is computed as a unit
+
+struct TileArgs {
+  const uint8_t* tile = nullptr;
+  const uint8_t* scales = nullptr;
+  const uint8_t* table = nullptr;
+  const uint8_t* act = nullptr;
+  const uint8_t* ahead = nullptr;  // where the next tile's bytes start
+  int64_t ahead_step = 0;          // bytes to prefetch per k-block, 0: none
+  int64_t cols = 0;
+  float* out = nullptr;  // [N][16]
+};
+using TileFn = void (*)(const TileArgs&);
+
+// One segment of attention for query vectors that share a KV head. Vectors are in ascending order of `limit`.
+struct AttentionArgs {
+  const float* q = nullptr;        // [n][dim], already multiplied by the score scale
+  int64_t n = 0;                   // query vectors
+  const int32_t* limit = nullptr;  // [n] visible keys of this segment, <= kSegment
+  const uint16_t* const* keys = nullptr;    // pages: [4 tiles][dim][16 keys] f16
+  const uint16_t* const* values = nullptr;  // pages: [64 keys][padded] f16
+  int64_t dim = 0;
+  int64_t padded = 0;     // dim rounded up to 16
+  float* max = nullptr;   // [n]
+  float* sum = nullptr;   // [n][16]
+  float* acc = nullptr;   // [n][padded]
+  float* work = nullptr;  // [n][kPageRows]
+};
+
+struct Kernels {
+  const char* name;
+  int max_group;  // tokens of the largest group that this set takes
+  TileFn tile[static_cast<int>(TileKind::Count)][kGroupCount];
+
+  // y = x * rsqrt(mean(x^2) + eps) * gain.
+  void (*rms_norm)(const float* x, const float* gain, float eps, int64_t n, float* y);
+  // Writes token `t` of a group of `group` tokens; `x` is readable up to the next multiple of 32, zeros beyond n.
+  void (*pack_act)(ActKind kind, const float* x, int64_t n, int64_t group, int64_t t, uint8_t* out);
+  // y = silu(g) * u.
+  void (*swiglu)(const float* g, const float* u, int64_t n, float* y);
+  // Rotates `heads` heads of width `dim` in place; cs: cos [pairs], sin [pairs].
+  void (*rope)(float* x, int64_t heads, int64_t dim, const float* cs, int64_t pairs, bool interleaved);
+  void (*to_f16)(const float* x, int64_t n, uint16_t* out);
+  void (*scale)(const float* x, float factor, int64_t n, float* y);
+  void (*attend)(const AttentionArgs&);
+  // Folds a later segment (m, s, a) of one query vector into (M, S, A).
+  void (*merge)(float* M, float* S, float* A, float m, const float* s, const float* a, int64_t padded);
+  // out = A / sum of S.
+  void (*finish)(const float* S, const float* A, int64_t dim, float* out);
+};
+
+const Kernels& kernels_scalar();
+#if defined(__x86_64__)
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+#elif defined(__aarch64__)
+const Kernels& kernels_neon();
+#endif
+
+int64_t act_bytes(ActKind kind, int64_t cols);  // per token
+
+}  // namespace ds4::cpu

@@ -1,0 +1,14 @@
+// The kernels for AVX-512 with VNNI, VBMI and BF16 (Zen 4 and later, Sapphire Rapids and later).
+#include "cpu/kernels.h"
+#include "cpu/simd_avx512.h"
+// After simd_avx512.h: the kernels are written on its names.
+#include "cpu/kernels_impl.h"
+
+namespace ds4::cpu {
+
+const Kernels& kernels_avx512() {
+  static constexpr Kernels table = make_table("avx512-vnni");
+  return table;
+}
+
+}  // namespace ds4::cpu

@@ -1,0 +1,480 @@
+// The kernels, written once over sixteen lanes. A per-ISA file includes its simd_<isa>.h (which defines Vf, Vi, Vb and
+// the functions on them), then this file, and publishes `kTable`. Everything is in an anonymous namespace and calls no
+// library function, so that no code compiled for one instruction set can be linked into another.
+
+namespace ds4::cpu {
+namespace {
+
+constexpr bool is_min(TileKind k) {
+  return k == TileKind::U4F16Min || k == TileKind::U8F16Min || k == TileKind::U4KMin || k == TileKind::U8KMin ||
+         k == TileKind::U4K16Min;
+}
+constexpr bool is_k(TileKind k) {
+  return k == TileKind::U4KMin || k == TileKind::U8KMin || k == TileKind::U8K16Zero || k == TileKind::U4K16Zero ||
+         k == TileKind::U4K16Min;
+}
+constexpr bool is_table(TileKind k) { return k == TileKind::T4F16Zero || k == TileKind::T4F32Zero; }
+constexpr bool is_group16(TileKind k) {
+  return k == TileKind::U8K16Zero || k == TileKind::U4K16Zero || k == TileKind::U4K16Min;
+}
+constexpr bool is_u8(TileKind k) {
+  return k == TileKind::U8F16Zero || k == TileKind::U8F16Min || k == TileKind::U8KMin || k == TileKind::U8K16Zero;
+}
+
+inline float f32_at(const uint8_t* p) {
+  float v;
+  __builtin_memcpy(&v, p, 4);
+  return v;
+}
+inline int32_t i32_at(const uint8_t* p) {
+  int32_t v;
+  __builtin_memcpy(&v, p, 4);
+  return v;
+}
+
+// 16 output rows x N tokens over all columns, block-quantised weights.
+template <TileKind K, int N>
+void tile_int8(const TileArgs& a) {
+  constexpr bool kMin = is_min(K);
+  constexpr int kParts = is_group16(K) ? 2 : 1;  // groups per block
+  constexpr int kSteps = 8 / kParts;             // 4-column steps per group
+  constexpr int kBits = is_u8(K) ? 8 : is_table(K) ? 8 : 4;
+  constexpr int kWave = N < 4 ? N : 4;  // tokens whose integer sums run side by side
+  constexpr int64_t kRecord = N * (32 + 4 + 4 * kParts);
+  Vf acc[N];
+#pragma GCC unroll 16
+  for (int t = 0; t < N; ++t) acc[t] = zero();
+  const uint8_t* w = a.tile;
+  const uint8_t* s = a.scales;
+  const uint8_t* x = a.act;
+  const uint8_t* ahead = a.ahead;
+  const int64_t blocks = a.cols / 32;
+  [[maybe_unused]] Vf super_d = zero(), super_m = zero();
+  for (int64_t b = 0; b < blocks; ++b, x += kRecord) {
+    for (int64_t i = 0; i < a.ahead_step; i += 64) prefetch(ahead + i);
+    ahead += a.ahead_step;
+    Vb v[8];
+    if constexpr (is_u8(K)) {
+#pragma GCC unroll 8
+      for (int g = 0; g < 8; ++g) v[g] = load_bytes(w + 64 * g);
+      w += 512;
+    } else {
+#pragma GCC unroll 4
+      for (int g = 0; g < 4; ++g) {
+        const Vb both = load_bytes(w + 64 * g);
+        v[g] = low_nibbles(both);
+        v[g + 4] = high_nibbles(both);
+        if constexpr (is_table(K)) {
+          v[g] = lookup(v[g], a.table);
+          v[g + 4] = lookup(v[g + 4], a.table);
+        }
+      }
+      w += 256;
+    }
+    if constexpr (is_k(K)) {
+      if (b % 8 == 0) {
+        super_d = load_f16(reinterpret_cast<const uint16_t*>(s));
+        if constexpr (kMin) super_m = load_f16(reinterpret_cast<const uint16_t*>(s + 32));
+        s += kMin ? 64 : 32;
+      }
+    }
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      Vf d;
+      [[maybe_unused]] Vf m = zero();
+      if constexpr (is_k(K)) {
+        d = mul(super_d, load_i8(s));
+        if constexpr (kMin) m = mul(super_m, load_i8(s + 16));
+        s += kMin ? 32 : 16;
+      } else if constexpr (K == TileKind::T4F32Zero) {
+        d = load(reinterpret_cast<const float*>(s));
+        s += 64;
+      } else {
+        d = load_f16(reinterpret_cast<const uint16_t*>(s));
+        if constexpr (kMin) m = load_f16(reinterpret_cast<const uint16_t*>(s + 32));
+        s += kMin ? 64 : 32;
+      }
+      const uint8_t* aux = x + N * (36 + 4 * part);
+#pragma GCC unroll 4
+      for (int t0 = 0; t0 < N; t0 += kWave) {
+        Vi dot[kWave];
+#pragma GCC unroll 4
+        for (int t = 0; t < kWave; ++t) dot[t] = kMin ? zero_i() : set1_i(i32_at(aux + 4 * (t0 + t)));
+#pragma GCC unroll 8
+        for (int g = 0; g < kSteps; ++g)
+#pragma GCC unroll 4
+          for (int t = 0; t < kWave; ++t)
+            dot[t] = dot4<kBits>(dot[t], v[part * kSteps + g],
+                                 reinterpret_cast<const int8_t*>(x + (t0 + t) * 32 + 4 * (part * kSteps + g)));
+#pragma GCC unroll 4
+        for (int t = 0; t < kWave; ++t) {
+          const Vf f = mul(to_float(dot[t]), set1(f32_at(x + N * 32 + 4 * (t0 + t))));
+          acc[t0 + t] = fma(f, d, acc[t0 + t]);
+          if constexpr (kMin) acc[t0 + t] = fma(m, set1(f32_at(aux + 4 * (t0 + t))), acc[t0 + t]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < N; ++t) store(a.out + 16 * t, acc[t]);
+}
+
+// The same for float weights; F16 and F32 multiply in f32, BF16 in pairs.
+template <TileKind K, int N>
+void tile_float(const TileArgs& a) {
+  Vf acc[N];
+#pragma GCC unroll 16
+  for (int t = 0; t < N; ++t) acc[t] = zero();
+  const uint8_t* w = a.tile;
+  const uint8_t* x = a.act;
+  const uint8_t* ahead = a.ahead;
+  if constexpr (K == TileKind::BF16) {
+    const int64_t pairs = (a.cols + 1) / 2;
+    for (int64_t c = 0; c < pairs; ++c, w += 64, x += 4 * N) {
+      if (a.ahead_step) prefetch(ahead), ahead += 64;
+#pragma GCC unroll 16
+      for (int t = 0; t < N; ++t) acc[t] = dot2_bf16(acc[t], w, x + 4 * t);
+    }
+  } else {
+    constexpr int kBytes = K == TileKind::F32 ? 64 : 32;
+    for (int64_t c = 0; c < a.cols; ++c, w += kBytes, x += 4 * N) {
+      if (a.ahead_step) prefetch(ahead), ahead += kBytes;
+      const Vf v = K == TileKind::F32 ? load(reinterpret_cast<const float*>(w))
+                                      : load_f16(reinterpret_cast<const uint16_t*>(w));
+#pragma GCC unroll 16
+      for (int t = 0; t < N; ++t) acc[t] = fma(v, set1(f32_at(x + 4 * t)), acc[t]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < N; ++t) store(a.out + 16 * t, acc[t]);
+}
+
+// Sum of the lanes in one fixed order: halves, quarters, ...
+inline float hsum(Vf v) {
+  float b[16];
+  store(b, v);
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) b[i] += b[i + half];
+  return b[0];
+}
+
+// e^x to about one ulp: x = n ln 2 + r with ln 2 split in two, and a minimax polynomial of (e^r - 1 - r) / r^2.
+// 0 below the smallest normal result; the argument is held under the largest finite one.
+inline Vf exp(Vf x) {
+  const Vf bounded = min(max(x, set1(-87.336f)), set1(88.37f));
+  const Vf n = round(mul(bounded, set1(1.44269504f)));
+  Vf r = fma(n, set1(-0.693359375f), bounded);
+  r = fma(n, set1(2.12194440e-4f), r);
+  Vf p = set1(1.9899334e-4f);
+  p = fma(p, r, set1(1.3933688e-3f));
+  p = fma(p, r, set1(8.3332984e-3f));
+  p = fma(p, r, set1(4.1666463e-2f));
+  p = fma(p, r, set1(1.6666667e-1f));
+  p = fma(p, r, set1(0.5f));
+  p = fma(mul(r, r), p, r);
+  p = add(p, set1(1.0f));
+  return zero_below(x, -87.336f, mul(p, exp2_int(to_int(n))));
+}
+
+void rms_norm(const float* x, const float* gain, float eps, int64_t n, float* y) {
+  Vf squares = zero();
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const Vf v = load(x + i);
+    squares = fma(v, v, squares);
+  }
+  float sum = hsum(squares);
+  for (; i < n; ++i) sum += x[i] * x[i];
+  const float factor = 1.0f / __builtin_sqrtf(sum / static_cast<float>(n) + eps);
+  for (i = 0; i + 16 <= n; i += 16) store(y + i, mul(mul(load(x + i), set1(factor)), load(gain + i)));
+  for (; i < n; ++i) y[i] = x[i] * factor * gain[i];
+}
+
+void pack_int8(const float* x, int64_t n, int group_columns, int zero_point, int64_t group, int64_t t, uint8_t* out) {
+  const int parts = 32 / group_columns;
+  const int64_t record = group * (32 + 4 + 4 * parts);
+  for (int64_t c = 0; c < n; c += 32, out += record) {
+    const Vf a = load(x + c), b = load(x + c + 16);
+    const float amax = hmax(max(abs(a), abs(b)));
+    const float d = amax / 127.0f;
+    const Vf inverse = set1(amax > 0 ? 127.0f / amax : 0.0f);
+    const Vi qa = to_int(mul(a, inverse)), qb = to_int(mul(b, inverse));
+    auto* q = reinterpret_cast<int8_t*>(out + 32 * t);
+    store_i8(q, qa);
+    store_i8(q + 16, qb);
+    __builtin_memcpy(out + 32 * group + 4 * t, &d, 4);
+    const int32_t sums[2] = {hsum_i(qa), hsum_i(qb)};
+    for (int part = 0; part < parts; ++part) {
+      const int32_t sum = parts == 1 ? sums[0] + sums[1] : sums[part];
+      uint8_t* at = out + group * (36 + 4 * part) + 4 * t;
+      if (zero_point) {
+        const int32_t v = -zero_point * sum;
+        __builtin_memcpy(at, &v, 4);
+      } else {
+        const float v = d * static_cast<float>(sum);
+        __builtin_memcpy(at, &v, 4);
+      }
+    }
+  }
+}
+
+inline uint16_t round_bf16(float v) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &v, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+void pack_act(ActKind kind, const float* x, int64_t n, int64_t group, int64_t t, uint8_t* out) {
+  if (kind.type == ActKind::Int8) {
+    pack_int8(x, n, kind.group, kind.zero, group, t, out);
+  } else if (kind.type == ActKind::BFloat16) {
+    for (int64_t c = 0; c < n; c += 2) {
+      const uint16_t two[2] = {round_bf16(x[c]), c + 1 < n ? round_bf16(x[c + 1]) : uint16_t{0}};
+      __builtin_memcpy(out + (c / 2 * group + t) * 4, two, 4);
+    }
+  } else {
+    for (int64_t c = 0; c < n; ++c) __builtin_memcpy(out + (c * group + t) * 4, x + c, 4);
+  }
+}
+
+void swiglu(const float* g, const float* u, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const Vf v = load(g + i);
+    store(y + i, mul(div(v, add(set1(1.0f), exp(sub(zero(), v)))), load(u + i)));
+  }
+}
+
+void rope(float* __restrict x, int64_t heads, int64_t dim, const float* __restrict cs, int64_t pairs,
+          bool interleaved) {
+  for (int64_t h = 0; h < heads; ++h, x += dim) {
+    const float *cosine = cs, *sine = cs + pairs;
+    if (interleaved) {
+      for (int64_t i = 0; i < pairs; ++i) {
+        const float a = x[2 * i], b = x[2 * i + 1];
+        x[2 * i] = a * cosine[i] - b * sine[i];
+        x[2 * i + 1] = a * sine[i] + b * cosine[i];
+      }
+    } else {
+      float* high = x + dim / 2;
+      for (int64_t i = 0; i < pairs; ++i) {
+        const float a = x[i], b = high[i];
+        x[i] = a * cosine[i] - b * sine[i];
+        high[i] = a * sine[i] + b * cosine[i];
+      }
+    }
+  }
+}
+
+void to_f16(const float* x, int64_t n, uint16_t* out) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store_f16(out + i, load(x + i));
+  if (i < n) {
+    float in[16] = {};
+    uint16_t half[16];
+    for (int64_t j = 0; j < n - i; ++j) in[j] = x[i + j];
+    store_f16(half, load(in));
+    for (int64_t j = 0; j < n - i; ++j) out[i + j] = half[j];
+  }
+}
+
+void scale(const float* x, float factor, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; ++i) y[i] = x[i] * factor;
+}
+
+// scores[v][16 T ..] of N query vectors against T key tiles.
+template <int N, int T>
+void scores(const float* q, int64_t dim, const uint16_t* keys, float* out) {
+  Vf acc[N][T];
+#pragma GCC unroll 8
+  for (int v = 0; v < N; ++v)
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) acc[v][t] = zero();
+  for (int64_t d = 0; d < dim; ++d) {
+    Vf k[T];
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) k[t] = load_f16(keys + (t * dim + d) * 16);
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) {
+      const Vf x = set1(q[v * dim + d]);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) acc[v][t] = fma(k[t], x, acc[v][t]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < N; ++v)
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) store(out + v * kPageRows + 16 * t, acc[v][t]);
+}
+
+template <int N>
+void scores_page(const float* q, int64_t dim, const uint16_t* keys, int tiles, float* out) {
+  for (int t = 0; t < tiles; t += kScoreTiles) scores<N, kScoreTiles>(q, dim, keys + t * dim * 16, out + t * 16);
+}
+
+// acc[v][16 W ..] += sum over keys [first, last) of p[v][key] * value[key].
+template <int N, int W>
+void weigh(const float* p, int64_t first, int64_t last, const uint16_t* values, int64_t padded, float* acc) {
+  Vf a[N][W];
+#pragma GCC unroll 8
+  for (int v = 0; v < N; ++v)
+#pragma GCC unroll 4
+    for (int i = 0; i < W; ++i) a[v][i] = load(acc + v * padded + 16 * i);
+  for (int64_t key = first; key < last; ++key) {
+    Vf x[W];
+#pragma GCC unroll 4
+    for (int i = 0; i < W; ++i) x[i] = load_f16(values + key * padded + 16 * i);
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) {
+      const Vf weight = set1(p[v * kPageRows + key]);
+#pragma GCC unroll 4
+      for (int i = 0; i < W; ++i) a[v][i] = fma(x[i], weight, a[v][i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < N; ++v)
+#pragma GCC unroll 4
+    for (int i = 0; i < W; ++i) store(acc + v * padded + 16 * i, a[v][i]);
+}
+
+template <int N>
+void weigh_row(const float* p, int64_t first, int64_t last, const uint16_t* values, int64_t padded, float* acc) {
+  int64_t i = 0;
+  for (; i + 16 * kValueWidth <= padded; i += 16 * kValueWidth)
+    weigh<N, kValueWidth>(p, first, last, values + i, padded, acc + i);
+  for (; i < padded; i += 16) weigh<N, 1>(p, first, last, values + i, padded, acc + i);
+}
+
+// Query vectors [from, to) of a page, in runs of at most N; `limits` hold the visible keys of this page.
+template <int N>
+void scores_all(const AttentionArgs& a, const uint16_t* keys, int tiles, int64_t from, int64_t to) {
+  int64_t v = from;
+  for (; v + N <= to; v += N) scores_page<N>(a.q + v * a.dim, a.dim, keys, tiles, a.work + v * kPageRows);
+  if constexpr (N > 1) {
+    if (v < to) scores_all<(N > 3 ? 3 : N - 1)>(a, keys, tiles, v, to);
+  }
+}
+
+template <int N>
+void weigh_all(const AttentionArgs& a, const uint16_t* values, int64_t base, int64_t from, int64_t to) {
+  int64_t v = from;
+  for (; v + N <= to; v += N) {
+    int64_t visible[N];
+    for (int i = 0; i < N; ++i) {
+      const int64_t n = a.limit[v + i] - base;
+      visible[i] = n < kPageRows ? n : kPageRows;
+    }
+    // Vectors ascend in what they see: the first one's keys together, the rest one vector at a time.
+    float* acc = a.acc + v * a.padded;
+    const float* p = a.work + v * kPageRows;
+    weigh_row<N>(p, 0, visible[0], values, a.padded, acc);
+    for (int i = 1; i < N; ++i)
+      if (visible[i] > visible[0])
+        weigh_row<1>(p + i * kPageRows, visible[0], visible[i], values, a.padded, acc + i * a.padded);
+  }
+  if constexpr (N > 1) {
+    if (v < to) weigh_all<(N > 3 ? 3 : N - 1)>(a, values, base, v, to);
+  }
+}
+
+constexpr float kMinusInfinity = -__builtin_inff();
+
+void attend(const AttentionArgs& a) {
+  for (int64_t v = 0; v < a.n; ++v) {
+    a.max[v] = kMinusInfinity;
+    store(a.sum + 16 * v, zero());
+    for (int64_t i = 0; i < a.padded; i += 16) store(a.acc + v * a.padded + i, zero());
+  }
+  int64_t from = 0;
+  for (int64_t base = 0; base < kSegment; base += kPageRows) {
+    while (from < a.n && a.limit[from] <= base) ++from;
+    if (from == a.n) return;
+    const int64_t most = a.limit[a.n - 1] - base;
+    const int tiles = most >= kPageRows ? 4 : static_cast<int>((most + 15) / 16);
+    scores_all<kScoreVectors>(a, a.keys[base / kPageRows], tiles, from, a.n);
+    for (int64_t v = from; v < a.n; ++v) {
+      float* s = a.work + v * kPageRows;
+      const int64_t n = a.limit[v] - base;
+      const int used = n >= kPageRows ? 4 : static_cast<int>((n + 15) / 16);
+      Vf top = set1(kMinusInfinity);
+      for (int t = 0; t < used; ++t) {
+        const Vf masked = first_lanes(load(s + 16 * t), static_cast<int>(n < kPageRows ? n : kPageRows) - 16 * t,
+                                      kMinusInfinity);
+        store(s + 16 * t, masked);
+        top = max(top, masked);
+      }
+      const float before = a.max[v], page = hmax(top), now = page > before ? page : before;
+      if (now != before) {
+        const Vf shrink = exp(set1(before - now));
+        store(a.sum + 16 * v, mul(load(a.sum + 16 * v), shrink));
+        float* acc = a.acc + v * a.padded;
+        for (int64_t i = 0; i < a.padded; i += 16) store(acc + i, mul(load(acc + i), shrink));
+        a.max[v] = now;
+      }
+      Vf sum = load(a.sum + 16 * v);
+      for (int t = 0; t < used; ++t) {
+        const Vf p = exp(sub(load(s + 16 * t), set1(now)));
+        store(s + 16 * t, p);
+        sum = add(sum, p);
+      }
+      store(a.sum + 16 * v, sum);
+    }
+    weigh_all<kValueVectors>(a, a.values[base / kPageRows], base, from, a.n);
+  }
+}
+
+void merge(float* M, float* S, float* A, float m, const float* s, const float* a, int64_t padded) {
+  const float now = m > *M ? m : *M;
+  const Vf old_factor = exp(set1(*M - now)), new_factor = exp(set1(m - now));
+  *M = now;
+  store(S, fma(load(s), new_factor, mul(load(S), old_factor)));
+  for (int64_t i = 0; i < padded; i += 16) store(A + i, fma(load(a + i), new_factor, mul(load(A + i), old_factor)));
+}
+
+void finish(const float* S, const float* A, int64_t dim, float* out) {
+  const float inverse = 1.0f / hsum(load(S));
+  for (int64_t i = 0; i < dim; ++i) out[i] = A[i] * inverse;
+}
+
+template <TileKind K, int N>
+constexpr TileFn tile_fn() {
+  if constexpr (N > kMaxTokens)
+    return nullptr;
+  else if constexpr (K == TileKind::BF16 || K == TileKind::F16 || K == TileKind::F32)
+    return tile_float<K, N>;
+  else
+    return tile_int8<K, N>;
+}
+
+template <int K = 0>
+constexpr void fill_tiles(Kernels& k) {
+  if constexpr (K < static_cast<int>(TileKind::Count)) {
+    constexpr auto kind = static_cast<TileKind>(K);
+    k.tile[K][0] = tile_fn<kind, 1>();
+    k.tile[K][1] = tile_fn<kind, 2>();
+    k.tile[K][2] = tile_fn<kind, 4>();
+    k.tile[K][3] = tile_fn<kind, 8>();
+    k.tile[K][4] = tile_fn<kind, 16>();
+    fill_tiles<K + 1>(k);
+  }
+}
+
+constexpr Kernels make_table(const char* name) {
+  Kernels k{};
+  k.name = name;
+  k.max_group = kMaxTokens;
+  fill_tiles(k);
+  k.rms_norm = rms_norm;
+  k.pack_act = pack_act;
+  k.swiglu = swiglu;
+  k.rope = rope;
+  k.to_f16 = to_f16;
+  k.scale = scale;
+  k.attend = attend;
+  k.merge = merge;
+  k.finish = finish;
+  return k;
+}
+
+}  // namespace
+}  // namespace ds4::cpu

@@ -1,0 +1,117 @@
+// Session state in pages: grows with use, forks share full pages.
+//
+// Append buffers with the same `ratio` form a group; a page of the group holds 64 rows of each of its buffers:
+//
+//   page:  | buffer 0: head 0, head 1, ... | buffer 1: ... | ...
+//
+//   keys (f16 buffers named "k.*"), per head:  [4 tiles][width][16 rows] f16, so that 16 scores are one vector
+//   other f16 buffers, per head:               [64 rows][width rounded up to 16] f16
+//   other types:                               [64 rows][heads][width]
+//
+// Pages are counted: fork_from shares whole pages and copies the last, partial one; a shared page is copied before it
+// is written. Ring, Recurrent and Counter buffers are plain arrays.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/memory.h"
+#include "ops.h"
+
+namespace ds4::cpu {
+
+// Pages of one size, cut from huge-page slabs. Slabs that become empty are given back, except one. Thread safe.
+class PagePool {
+ public:
+  explicit PagePool(size_t page_bytes);
+  struct Page {
+    std::byte* data = nullptr;
+    size_t slab = 0;
+    int64_t owners = 0;
+  };
+  size_t page_bytes() const { return page_bytes_; }
+  Page* take();  // one owner; throws std::bad_alloc
+  void share(Page* page);
+  void release(Page* page);
+  bool shared(const Page* page) const;
+
+ private:
+  struct Slab {
+    HugeBuffer memory;
+    std::vector<std::unique_ptr<Page>> pages;
+    std::vector<Page*> free;
+  };
+  size_t page_bytes_;
+  size_t pages_per_slab_;
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Slab>> slabs_;  // null where a slab was given back
+};
+
+// Page pools of a backend, by page size: sessions of one model use the same ones.
+class PagePools {
+ public:
+  std::shared_ptr<PagePool> get(size_t page_bytes);
+
+ private:
+  std::vector<std::weak_ptr<PagePool>> pools_;
+};
+
+class PagedState final : public State {
+ public:
+  PagedState(std::span<const StateSpec> specs, int64_t capacity, PagePools& pools);
+  ~PagedState() override;
+  PagedState(const PagedState&) = delete;
+  PagedState& operator=(const PagedState&) = delete;
+
+  int64_t capacity() const override { return capacity_; }
+  void reserve(int64_t tokens) override;
+  void truncate(int64_t tokens) override;
+  void fork_from(const State& other, int64_t tokens) override;
+  void export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const override;
+  void import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) override;
+  size_t resident_bytes() const override;
+
+  // For the kernels: an f16 Append buffer of ratio 1 with this shape, laid out as keys or not. Throws Invalid.
+  void check_buffer(size_t index, bool keys, int64_t heads, int64_t width) const;
+  // Row `row` of buffer `index` is about to be written: its page exists and belongs to this state alone.
+  // Throws Invalid beyond the capacity, std::bad_alloc.
+  void prepare_write(size_t index, int64_t row);
+  // Start of one head's rows in page `page`; null when the page does not exist.
+  uint16_t* head_page(size_t index, int64_t page, int64_t head) const;
+
+ private:
+  struct Buffer {
+    StateSpec spec;
+    size_t group = 0;         // Append
+    size_t offset = 0;        // Append: in the page
+    size_t head_bytes = 0;    // Append: of one head in the page
+    int64_t padded = 0;       // Append f16: width in memory
+    bool keys = false;
+    std::vector<std::byte> fixed;  // other kinds
+  };
+  struct Group {
+    int64_t ratio = 1;
+    size_t page_bytes = 0;
+    std::shared_ptr<PagePool> pool;
+    std::vector<PagePool::Page*> pages;
+  };
+  int64_t rows_for(int64_t ratio, int64_t tokens) const { return (tokens + ratio - 1) / ratio; }
+  const Buffer& buffer(size_t index) const;
+  void own(Group& group, size_t page);
+  void resize(Group& group, size_t pages);
+  // Copies rows between the page layout and the canonical one.
+  template <bool kExport, class Bytes>
+  void copy_rows(const Buffer& b, int64_t first, int64_t count, Bytes* data) const;
+
+  int64_t capacity_;
+  std::vector<Buffer> buffers_;
+  std::vector<Group> groups_;
+};
+
+size_t element_bytes(DType type);  // of a state payload; throws Unsupported for block types
+
+}  // namespace ds4::cpu
