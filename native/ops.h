@@ -55,7 +55,9 @@ enum class StateKind {
 
 // One buffer of a session, declared by the family. Save, load, fork and rewind follow from the list.
 struct StateSpec {
-  std::string name;  // "k.0", "v.0", ...: unique in the list, written into checkpoints
+  // "k.0", "v.0", ...: unique in the list, written into checkpoints. Buffers of attention keys, and only these, have
+  // names that begin with "k.": a backend may store them transposed.
+  std::string name;
   StateKind kind = StateKind::Append;
   DType type = DType::F16;  // element type of the payload; a backend may compute in another layout, not in less
   int64_t heads = 1;        // a row is heads * width elements

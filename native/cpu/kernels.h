@@ -38,9 +38,9 @@ using TileFn = void (*)(const TileArgs&);
 
 // One segment of attention for query vectors that share a KV head. Vectors are in ascending order of `limit`.
 struct AttentionArgs {
-  const float* q = nullptr;        // [n][dim], already multiplied by the score scale
-  int64_t n = 0;                   // query vectors
-  const int32_t* limit = nullptr;  // [n] visible keys of this segment, <= kSegment
+  const float* q = nullptr;                 // [n][dim], already multiplied by the score scale
+  int64_t n = 0;                            // query vectors
+  const int32_t* limit = nullptr;           // [n] visible keys of this segment, <= kSegment
   const uint16_t* const* keys = nullptr;    // pages: [4 tiles][dim][16 keys] f16
   const uint16_t* const* values = nullptr;  // pages: [64 keys][padded] f16
   int64_t dim = 0;

@@ -1,5 +1,10 @@
 // The kernels for AVX-512 with VNNI, VBMI and BF16 (Zen 4 and later, Sapphire Rapids and later).
 #include "cpu/kernels.h"
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC's own header starts many intrinsics from a deliberately undefined register, and then warns of it (bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
 #include "cpu/simd_avx512.h"
 // After simd_avx512.h: the kernels are written on its names.
 #include "cpu/kernels_impl.h"

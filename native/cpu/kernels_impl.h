@@ -13,7 +13,9 @@ constexpr bool is_k(TileKind k) {
   return k == TileKind::U4KMin || k == TileKind::U8KMin || k == TileKind::U8K16Zero || k == TileKind::U4K16Zero ||
          k == TileKind::U4K16Min;
 }
-constexpr bool is_table(TileKind k) { return k == TileKind::T4F16Zero || k == TileKind::T4F32Zero; }
+constexpr bool is_table(TileKind k) {
+  return k == TileKind::T4F16Zero || k == TileKind::T4F32Zero;
+}
 constexpr bool is_group16(TileKind k) {
   return k == TileKind::U8K16Zero || k == TileKind::U4K16Zero || k == TileKind::U4K16Min;
 }
@@ -139,8 +141,8 @@ void tile_float(const TileArgs& a) {
     constexpr int kBytes = K == TileKind::F32 ? 64 : 32;
     for (int64_t c = 0; c < a.cols; ++c, w += kBytes, x += 4 * N) {
       if (a.ahead_step) prefetch(ahead), ahead += kBytes;
-      const Vf v = K == TileKind::F32 ? load(reinterpret_cast<const float*>(w))
-                                      : load_f16(reinterpret_cast<const uint16_t*>(w));
+      const Vf v =
+          K == TileKind::F32 ? load(reinterpret_cast<const float*>(w)) : load_f16(reinterpret_cast<const uint16_t*>(w));
 #pragma GCC unroll 16
       for (int t = 0; t < N; ++t) acc[t] = fma(v, set1(f32_at(x + 4 * t)), acc[t]);
     }
@@ -256,7 +258,7 @@ void rope(float* __restrict x, int64_t heads, int64_t dim, const float* __restri
         x[2 * i + 1] = a * sine[i] + b * cosine[i];
       }
     } else {
-      float* high = x + dim / 2;
+      float* high = x + pairs;
       for (int64_t i = 0; i < pairs; ++i) {
         const float a = x[i], b = high[i];
         x[i] = a * cosine[i] - b * sine[i];
@@ -398,8 +400,8 @@ void attend(const AttentionArgs& a) {
       const int used = n >= kPageRows ? 4 : static_cast<int>((n + 15) / 16);
       Vf top = set1(kMinusInfinity);
       for (int t = 0; t < used; ++t) {
-        const Vf masked = first_lanes(load(s + 16 * t), static_cast<int>(n < kPageRows ? n : kPageRows) - 16 * t,
-                                      kMinusInfinity);
+        const Vf masked =
+            first_lanes(load(s + 16 * t), static_cast<int>(n < kPageRows ? n : kPageRows) - 16 * t, kMinusInfinity);
         store(s + 16 * t, masked);
         top = max(top, masked);
       }

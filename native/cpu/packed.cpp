@@ -18,7 +18,7 @@ constexpr std::array<uint8_t, 16> around_128(const int8_t (&values)[16]) {
   for (size_t i = 0; i < 16; ++i) out[i] = static_cast<uint8_t>(values[i] + 128);
   return out;
 }
-constexpr int8_t kIq2Signed[16] = {kIq2Values[0], kIq2Values[1], kIq2Values[2], 0,
+constexpr int8_t kIq2Signed[16] = {kIq2Values[0],  kIq2Values[1],  kIq2Values[2], 0,
                                    -kIq2Values[0], -kIq2Values[1], -kIq2Values[2]};
 constexpr auto kIq4Table = around_128(kIq4Values);
 constexpr auto kE2M1Table = around_128(kE2M1Doubled);
@@ -102,8 +102,7 @@ void unpack_q3k(const uint8_t* b, Unpacked& u) {
 void unpack_q2k(const uint8_t* b, Unpacked& u) {
   for (int i = 0; i < 256; ++i) {
     const int chunk = i / 32, in = i % 32;
-    u.value[static_cast<size_t>(i)] =
-        static_cast<uint8_t>((b[16 + 32 * (chunk / 4) + in] >> (2 * (chunk % 4))) & 3);
+    u.value[static_cast<size_t>(i)] = static_cast<uint8_t>((b[16 + 32 * (chunk / 4) + in] >> (2 * (chunk % 4))) & 3);
   }
   for (size_t i = 0; i < 16; ++i) {
     u.sub[i] = static_cast<int8_t>(b[i] & 15);
@@ -208,8 +207,7 @@ void put16(uint8_t* p, int64_t lane, uint16_t v) {
   std::memcpy(p + 2 * lane, &v, 2);
 }
 
-void store_scales(const Format& f, const Unpacked& u, int64_t elements, int64_t block, int64_t lane,
-                  uint8_t* scales) {
+void store_scales(const Format& f, const Unpacked& u, int64_t elements, int64_t block, int64_t lane, uint8_t* scales) {
   const bool min = has_min(f.kind);
   if (k_scales(f.kind)) {
     uint8_t* at = scales + block / 8 * f.scale_bytes;  // a source block is 256 columns: block is a multiple of 8

@@ -9,8 +9,8 @@
 //   4-bit: 4 vectors; vector v holds group v in the low nibbles and group v + 4 in the high ones.
 //   tile = [quants of all k-blocks][scales of all k-blocks], both 64-byte aligned.
 //
-// Values are unsigned. What makes them signed is either a per-group minimum (w = d * u + m) or a zero point shared by the
-// whole format (w = d * (u - zero)), which the kernels subtract as an integer: zero * (sum of the activations).
+// Values are unsigned. What makes them signed is either a per-group minimum (w = d * u + m) or a zero point shared by
+// the whole format (w = d * (u - zero)), which the kernels subtract as an integer: zero * (sum of the activations).
 // Nothing is rounded: scales keep the file's precision.
 #pragma once
 

@@ -170,8 +170,7 @@ void PagedState::fork_from(const State& other, int64_t tokens) {
   if (!from || !std::equal(buffers_.begin(), buffers_.end(), from->buffers_.begin(), from->buffers_.end(), same))
     throw Invalid("state: fork from a state of another kind");
   if (tokens < 0 || tokens > capacity_)
-    throw Invalid("state: fork of " + std::to_string(tokens) + " tokens, the capacity is " +
-                  std::to_string(capacity_));
+    throw Invalid("state: fork of " + std::to_string(tokens) + " tokens, the capacity is " + std::to_string(capacity_));
   if (from == this) return truncate(tokens);
   std::vector<std::vector<PagePool::Page*>> pages(groups_.size());
   std::vector<std::vector<std::byte>> fixed;
@@ -270,8 +269,7 @@ void PagedState::export_rows(size_t index, int64_t first, int64_t count, std::sp
 void PagedState::import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) {
   const Buffer& b = buffer(index);
   const size_t row = static_cast<size_t>(b.spec.row_elements()) * element_bytes(b.spec.type);
-  const int64_t rows =
-      b.spec.kind == StateKind::Append ? rows_for(b.spec.ratio, capacity_) : b.spec.capacity;
+  const int64_t rows = b.spec.kind == StateKind::Append ? rows_for(b.spec.ratio, capacity_) : b.spec.capacity;
   if (first < 0 || count < 0 || first > rows - count)
     throw Invalid("state: import of rows [" + std::to_string(first) + ", +" + std::to_string(count) + ") into " +
                   b.spec.name + ", which has room for " + std::to_string(rows));

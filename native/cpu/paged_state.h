@@ -86,10 +86,10 @@ class PagedState final : public State {
  private:
   struct Buffer {
     StateSpec spec;
-    size_t group = 0;         // Append
-    size_t offset = 0;        // Append: in the page
-    size_t head_bytes = 0;    // Append: of one head in the page
-    int64_t padded = 0;       // Append f16: width in memory
+    size_t group = 0;       // Append
+    size_t offset = 0;      // Append: in the page
+    size_t head_bytes = 0;  // Append: of one head in the page
+    int64_t padded = 0;     // Append f16: width in memory
     bool keys = false;
     std::vector<std::byte> fixed;  // other kinds
   };

@@ -33,8 +33,9 @@ class ThreadPool {
       body(int64_t{0}, items);
       return;
     }
-    run_parallel(items, least, [](void* b, int64_t i, int64_t j) { (*static_cast<std::decay_t<Body>*>(b))(i, j); },
-                 const_cast<void*>(static_cast<const void*>(&body)));
+    run_parallel(
+        items, least, [](void* b, int64_t i, int64_t j) { (*static_cast<std::decay_t<Body>*>(b))(i, j); },
+        const_cast<void*>(static_cast<const void*>(&body)));
   }
 
  private:

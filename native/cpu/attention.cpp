@@ -1,0 +1,163 @@
+#include "cpu/attention.h"
+
+#include <algorithm>
+
+namespace ds4::cpu {
+
+namespace {
+
+// Query vectors that share the keys and values of a page while it is in the first-level cache.
+constexpr int64_t kVectors = 24;
+
+// Floats of this thread, kept from call to call.
+float* thread_floats(int64_t n) {
+  thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < n) memory.resize(static_cast<size_t>(n));
+  return memory.data();
+}
+
+}  // namespace
+
+const PagedState& paged(const State* state) {
+  const auto* p = dynamic_cast<const PagedState*>(state);
+  if (!p) throw Invalid("cpu: a state of another backend");
+  return *p;
+}
+
+void Attention::cut(std::span<const RowRef> rows, const Shape& s) {
+  blocks_.clear();
+  const int64_t most = std::max<int64_t>(1, kVectors / s.group);
+  const auto n = static_cast<int64_t>(rows.size());
+  const State* checked = nullptr;
+  for (int64_t t = 0; t < n;) {
+    const RowRef& first = rows[static_cast<size_t>(t)];
+    if (first.state != checked) {
+      const PagedState& state = paged(first.state);
+      state.check_buffer(s.kv.k, true, s.kv_heads, s.dim);
+      state.check_buffer(s.kv.v, false, s.kv_heads, s.dim);
+      checked = first.state;
+    }
+    if (first.position < 0) throw Invalid("attention: position " + std::to_string(first.position));
+    Block b;
+    b.state = static_cast<const PagedState*>(first.state);
+    b.row = t;
+    b.position = first.position;
+    while (t < n && b.rows < most && rows[static_cast<size_t>(t)].state == first.state &&
+           rows[static_cast<size_t>(t)].position == first.position + b.rows)
+      ++t, ++b.rows;
+    const int64_t last = b.position + b.rows - 1;
+    if (!b.state->head_page(s.kv.k, last / kPageRows, 0))
+      throw Invalid("attention: position " + std::to_string(last) + " is not in the state");
+    b.segments = last / kSegment + 1;
+    b.first_part = blocks_.empty() ? 0 : blocks_.back().first_part + blocks_.back().segments * s.kv_heads;
+    blocks_.push_back(b);
+  }
+}
+
+void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t index, Partial to) const {
+  const int64_t vectors = b.rows * s.group;
+  float* memory = thread_floats(vectors * (s.dim + kPageRows) + vectors);
+  float* q = memory;
+  float* work = q + vectors * s.dim;
+  auto* limit = reinterpret_cast<int32_t*>(work + vectors * kPageRows);
+  const int64_t base = index * kSegment;
+  // Rows before the segment see none of it; they come first.
+  const int64_t skip = std::clamp<int64_t>(base - b.position, 0, b.rows);
+  const int64_t n = (b.rows - skip) * s.group;
+  for (int64_t r = skip; r < b.rows; ++r) {
+    const float* row = s.q.data + (b.row + r) * s.q.stride + head * s.group * s.dim;
+    kernels_.scale(row, s.scale, s.group * s.dim, q + (r - skip) * s.group * s.dim);
+    const auto visible = static_cast<int32_t>(std::min(b.position + r + 1 - base, kSegment));
+    std::fill_n(limit + (r - skip) * s.group, s.group, visible);
+  }
+  constexpr int64_t kPages = kSegment / kPageRows;
+  const uint16_t *keys[kPages] = {}, *values[kPages] = {};
+  const int64_t last_page = (b.position + b.rows - 1) / kPageRows;
+  for (int64_t p = 0; p < kPages && base / kPageRows + p <= last_page; ++p) {
+    keys[p] = b.state->head_page(s.kv.k, base / kPageRows + p, head);
+    values[p] = b.state->head_page(s.kv.v, base / kPageRows + p, head);
+  }
+  AttentionArgs a;
+  a.q = q;
+  a.n = n;
+  a.limit = limit;
+  a.keys = keys;
+  a.values = values;
+  a.dim = s.dim;
+  a.padded = s.padded;
+  const int64_t at = skip * s.group;
+  a.max = to.max + at;
+  a.sum = to.sum + at * 16;
+  a.acc = to.acc + at * s.padded;
+  a.work = work;
+  kernels_.attend(a);
+}
+
+void Attention::fold(const Shape& s, const Block& b, int64_t index, Partial into, Partial from) const {
+  const int64_t skip = std::clamp<int64_t>(index * kSegment - b.position, 0, b.rows);
+  for (int64_t v = skip * s.group; v < b.rows * s.group; ++v)
+    kernels_.merge(into.max + v, into.sum + 16 * v, into.acc + v * s.padded, from.max[v], from.sum + 16 * v,
+                   from.acc + v * s.padded, s.padded);
+}
+
+void Attention::write(const Shape& s, const Block& b, int64_t head, Partial from) const {
+  for (int64_t r = 0; r < b.rows; ++r)
+    for (int64_t g = 0; g < s.group; ++g) {
+      const int64_t v = r * s.group + g;
+      kernels_.finish(from.sum + 16 * v, from.acc + v * s.padded, s.dim,
+                      s.out.data + (b.row + r) * s.out.stride + (head * s.group + g) * s.dim);
+    }
+}
+
+void Attention::run(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads, int64_t kv_heads,
+                    int64_t head_dim, float scale, Tensor out) {
+  const Shape s{q, out, kv, kv_heads, q_heads / kv_heads, head_dim, (head_dim + 15) / 16 * 16, scale};
+  cut(rows, s);
+  if (blocks_.empty()) return;
+  const auto blocks = static_cast<int64_t>(blocks_.size());
+  if (blocks * kv_heads >= 4 * pool_.threads()) {
+    // Enough to share by row block and head: a thread walks the segments of its block.
+    pool_.run(blocks * kv_heads, 1, [&](int64_t first, int64_t last) {
+      thread_local std::vector<float> memory;
+      for (int64_t i = first; i < last; ++i) {
+        const Block& b = blocks_[static_cast<size_t>(i / kv_heads)];
+        const int64_t vectors = b.rows * s.group, floats = partial_floats(s, vectors);
+        if (static_cast<int64_t>(memory.size()) < 2 * floats) memory.resize(static_cast<size_t>(2 * floats));
+        const Partial all = partial(s, memory.data(), vectors), part = partial(s, memory.data() + floats, vectors);
+        segment(s, b, i % kv_heads, 0, all);
+        for (int64_t index = 1; index < b.segments; ++index) {
+          segment(s, b, i % kv_heads, index, part);
+          fold(s, b, index, all, part);
+        }
+        write(s, b, i % kv_heads, all);
+      }
+    });
+    return;
+  }
+  // Few rows over many keys: threads share the segments too, then the caller merges them.
+  int64_t widest = 0;
+  for (const Block& b : blocks_) widest = std::max(widest, b.rows * s.group);
+  const int64_t floats = partial_floats(s, widest);
+  const int64_t parts = blocks_.back().first_part + blocks_.back().segments * kv_heads;
+  if (static_cast<int64_t>(parts_.size()) < parts * floats) parts_.resize(static_cast<size_t>(parts * floats));
+  const auto part_of = [&](const Block& b, int64_t head, int64_t index) {
+    return partial(s, parts_.data() + (b.first_part + head * b.segments + index) * floats, b.rows * s.group);
+  };
+  pool_.run(parts, 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const auto after = std::upper_bound(blocks_.begin(), blocks_.end(), i,
+                                          [](int64_t at, const Block& b) { return at < b.first_part; });
+      const Block& b = *(after - 1);
+      const int64_t head = (i - b.first_part) / b.segments, index = (i - b.first_part) % b.segments;
+      segment(s, b, head, index, part_of(b, head, index));
+    }
+  });
+  for (const Block& b : blocks_)
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      const Partial all = part_of(b, head, 0);
+      for (int64_t index = 1; index < b.segments; ++index) fold(s, b, index, all, part_of(b, head, index));
+      write(s, b, head, all);
+    }
+}
+
+}  // namespace ds4::cpu

@@ -1,0 +1,442 @@
+// CpuOps: the operations of ops.h on the kernels of one instruction set.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <span>
+
+#include "cpu/attention.h"
+#include "cpu/cpu.h"
+#include "cpu/kernels.h"
+#include "cpu/memory.h"
+#include "cpu/packed.h"
+#include "cpu/paged_state.h"
+#include "cpu/pool.h"
+
+namespace ds4 {
+namespace cpu {
+
+namespace {
+
+// Activations of one pass over the weights: what the second-level cache holds beside a weight tile.
+constexpr int64_t kCachedActBytes = 384 << 10;
+// From this many rows on, work between the matrix products is worth sharing among threads.
+constexpr int64_t kParallelRows = 6;
+
+void require(bool ok, const char* what) {
+  if (!ok) throw Invalid(std::string("cpu: ") + what);
+}
+
+float* row_of(const Tensor& x, int64_t t) {
+  return x.data + t * x.stride;
+}
+
+const PackedWeight& packed(const Weight& w) {
+  const auto* p = dynamic_cast<const PackedWeight*>(&w);
+  if (!p) throw Invalid("cpu: a weight of another backend");
+  return *p;
+}
+
+const float* gain_of(const Norm& norm, int64_t dim) {
+  require(norm.gain, "norm without a gain");
+  const PackedWeight& w = packed(*norm.gain);
+  require(w.vector() && w.rows() * w.cols() == dim, "norm gain of another width");
+  return w.vector();
+}
+
+// Scratch of one step: a bump allocator whose blocks become one block at the next reset.
+class Arena {
+ public:
+  float* take(int64_t floats) {
+    const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 63) & ~size_t{63};
+    if (blocks_.empty() || used_ + bytes > blocks_.back().size()) {
+      blocks_.emplace_back(std::max(bytes, size_t{4} << 20));
+      used_ = 0;
+    }
+    auto* at = reinterpret_cast<float*>(blocks_.back().data() + used_);
+    used_ += bytes;
+    return at;
+  }
+  void reset() {
+    if (blocks_.size() > 1) {
+      const size_t all = bytes();
+      blocks_.clear();
+      blocks_.emplace_back(all);
+    }
+    used_ = 0;
+  }
+  size_t bytes() const {
+    size_t n = 0;
+    for (const HugeBuffer& b : blocks_) n += b.size();
+    return n;
+  }
+
+ private:
+  std::vector<HugeBuffer> blocks_;
+  size_t used_ = 0;
+};
+
+class CpuOps final : public Ops {
+ public:
+  CpuOps(int threads, const Kernels& kernels) : kernels_(kernels), pool_(threads), attention_(kernels, pool_) {}
+
+  std::string name() const override {
+    return std::string("cpu (") + kernels_.name + ", " + std::to_string(pool_.threads()) +
+           (pool_.threads() == 1 ? " thread" : " threads") +
+           (huge_pages_available() ? ", huge pages)" : ", no huge pages)");
+  }
+
+  std::unique_ptr<Weight> load(std::span<const MatrixView> parts, WeightUse use) override {
+    return std::make_unique<PackedWeight>(parts, use, pool_);
+  }
+  Tensor scratch(int64_t n, int64_t dim) override {
+    require(n >= 0 && dim > 0 && n <= (int64_t{1} << 40) / dim, "scratch of an impossible shape");
+    return {arena_.take(n * dim), n, dim};
+  }
+  void reset_scratch() override { arena_.reset(); }
+  size_t scratch_bytes() const override { return arena_.bytes() + act_.size(); }
+  std::unique_ptr<State> new_state(std::span<const StateSpec> specs, int64_t capacity) override {
+    return std::make_unique<PagedState>(specs, capacity, pools_);
+  }
+  void to_host(const Tensor& from, float* out) override {
+    for (int64_t t = 0; t < from.n; ++t) std::copy_n(row_of(from, t), from.dim, out + t * from.dim);
+  }
+  void to_device(const float* from, const Tensor& to) override {
+    for (int64_t t = 0; t < to.n; ++t) std::copy_n(from + t * to.dim, to.dim, row_of(to, t));
+  }
+
+  void embed(const Weight& table, std::span<const int32_t> ids, Tensor out) override {
+    const PackedWeight& w = packed(table);
+    require(static_cast<int64_t>(ids.size()) == out.n && w.cols() == out.dim, "embed shapes");
+    for (const int32_t id : ids) require(id >= 0 && id < w.rows(), "token id outside the embedding table");
+    pool_.run(out.n, kParallelRows, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t) w.dequantize(ids[static_cast<size_t>(t)], row_of(out, t));
+    });
+  }
+
+  void rms_norm(Tensor x, Norm norm, Tensor y) override {
+    require(x.n == y.n && x.dim == y.dim, "rms_norm shapes");
+    const float* gain = gain_of(norm, x.dim);
+    pool_.run(x.n, kParallelRows, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t) kernels_.rms_norm(row_of(x, t), gain, norm.eps, x.dim, row_of(y, t));
+    });
+  }
+
+  void linear(const Weight& weight, Tensor x, const Norm* norm, const Weight* bias, Tensor y) override {
+    const PackedWeight& w = packed(weight);
+    require(x.n == y.n && x.dim == w.cols() && y.dim == w.rows(), "linear shapes");
+    require(w.use() == WeightUse::Linear || w.use() == WeightUse::TiedHead, "linear: a weight loaded for another use");
+    const float* add = nullptr;
+    if (bias) {
+      const PackedWeight& b = packed(*bias);
+      require(b.vector() && b.rows() * b.cols() == w.rows(), "linear bias shape");
+      add = b.vector();
+    }
+    multiply(w, x, norm, [&](const Segment& s, int64_t tile, int64_t token, int64_t tokens, const float* sums) {
+      const int64_t row = s.first_row + tile * kTileRows, n = std::min(kTileRows, s.rows - tile * kTileRows);
+      for (int64_t t = 0; t < tokens; ++t) {
+        float* out = row_of(y, token + t) + row;
+        if (add)
+          for (int64_t i = 0; i < n; ++i) out[i] = sums[16 * t + i] + add[row + i];
+        else if (n == kTileRows)
+          std::memcpy(out, sums + 16 * t, 64);
+        else
+          std::copy_n(sums + 16 * t, n, out);
+      }
+    });
+  }
+
+  void linear_add(const Weight& weight, Tensor x, Tensor y) override {
+    const PackedWeight& w = packed(weight);
+    require(x.n == y.n && x.dim == w.cols() && y.dim == w.rows(), "linear_add shapes");
+    require(w.use() == WeightUse::Linear || w.use() == WeightUse::TiedHead,
+            "linear_add: a weight loaded for another use");
+    multiply(w, x, nullptr, [&](const Segment& s, int64_t tile, int64_t token, int64_t tokens, const float* sums) {
+      const int64_t row = s.first_row + tile * kTileRows, n = std::min(kTileRows, s.rows - tile * kTileRows);
+      for (int64_t t = 0; t < tokens; ++t) {
+        float* out = row_of(y, token + t) + row;
+        for (int64_t i = 0; i < n; ++i) out[i] += sums[16 * t + i];
+      }
+    });
+  }
+
+  void linear_swiglu(const Weight& weight, Tensor x, const Norm* norm, Tensor y) override {
+    const PackedWeight& w = packed(weight);
+    require(x.n == y.n && x.dim == w.cols() && 2 * y.dim == w.rows(), "linear_swiglu shapes");
+    require(w.use() == WeightUse::SwiGLU, "linear_swiglu: a weight loaded for another use");
+    prepare(w, x, norm);
+    const Segment &gate = w.segments()[0], &up = w.segments()[1];
+    over_tiles(gate.tiles, w.cols(), [&](int64_t tile, std::span<const Group> groups) {
+      alignas(64) float g[16 * 16], u[16 * 16];
+      for (const Group& group : groups) {
+        run_tile(gate, tile, group, w.cols(), &group == groups.data(), g);
+        run_tile(up, tile, group, w.cols(), &group == groups.data(), u);
+        kernels_.swiglu(g, u, 16 * group.tokens, g);
+        const int64_t n = std::min(kTileRows, gate.rows - tile * kTileRows);
+        for (int64_t t = 0; t < group.tokens; ++t)
+          std::copy_n(g + 16 * t, n, row_of(y, group.first + t) + tile * kTileRows);
+      }
+    });
+  }
+
+  void rope_table(std::span<const RowRef> rows, std::span<const double> freq, Tensor out) override {
+    const auto pairs = static_cast<int64_t>(freq.size());
+    require(static_cast<int64_t>(rows.size()) == out.n && out.dim == 2 * pairs, "rope_table shapes");
+    pool_.run(out.n, kParallelRows, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t)
+        for (int64_t i = 0; i < pairs; ++i) {
+          const double angle = rows[static_cast<size_t>(t)].position * freq[static_cast<size_t>(i)];
+          row_of(out, t)[i] = static_cast<float>(std::cos(angle));
+          row_of(out, t)[pairs + i] = static_cast<float>(std::sin(angle));
+        }
+    });
+  }
+
+  void rope_store(Tensor qkv, Tensor table, RopeKind kind, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads,
+                  int64_t kv_heads, int64_t head_dim) override {
+    const int64_t pairs = table.dim / 2;
+    require(q_heads > 0 && kv_heads > 0 && head_dim > 0 && static_cast<int64_t>(rows.size()) == qkv.n &&
+                table.n == qkv.n && 2 * pairs <= head_dim && qkv.dim == (q_heads + 2 * kv_heads) * head_dim,
+            "rope_store shapes");
+    own_pages(rows, kv, kv_heads, head_dim);
+    const int64_t padded = (head_dim + 15) / 16 * 16;
+    pool_.run(qkv.n, kParallelRows, [&](int64_t first, int64_t last) {
+      uint16_t half[kMaxHeadDim];
+      for (int64_t t = first; t < last; ++t) {
+        const RowRef& row = rows[static_cast<size_t>(t)];
+        const auto& state = static_cast<const PagedState&>(*row.state);
+        float* q = row_of(qkv, t);
+        kernels_.rope(q, q_heads + kv_heads, head_dim, row_of(table, t), pairs, kind == RopeKind::Interleaved);
+        const float *k = q + q_heads * head_dim, *v = k + kv_heads * head_dim;
+        const int64_t page = row.position / kPageRows, in = row.position % kPageRows;
+        for (int64_t h = 0; h < kv_heads; ++h, k += head_dim, v += head_dim) {
+          kernels_.to_f16(k, head_dim, half);
+          uint16_t* lane = state.head_page(kv.k, page, h) + in / 16 * head_dim * 16 + in % 16;
+          for (int64_t d = 0; d < head_dim; ++d) lane[d * 16] = half[d];
+          kernels_.to_f16(v, head_dim, state.head_page(kv.v, page, h) + in * padded);
+        }
+      }
+    });
+  }
+
+  void attention(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads, int64_t kv_heads,
+                 int64_t head_dim, float scale, Tensor out) override {
+    require(q_heads > 0 && kv_heads > 0 && head_dim > 0 && q_heads % kv_heads == 0 &&
+                static_cast<int64_t>(rows.size()) == q.n && out.n == q.n && q.dim == q_heads * head_dim &&
+                out.dim == q.dim,
+            "attention shapes");
+    attention_.run(q, rows, kv, q_heads, kv_heads, head_dim, scale, out);
+  }
+
+  void gather(Tensor x, std::span<const int32_t> index, Tensor out) override {
+    require(static_cast<int64_t>(index.size()) == out.n && x.dim == out.dim, "gather shapes");
+    for (int64_t i = 0; i < out.n; ++i) {
+      const int32_t t = index[static_cast<size_t>(i)];
+      require(t >= 0 && t < x.n, "gather index outside the rows");
+      std::copy_n(row_of(x, t), x.dim, row_of(out, i));
+    }
+  }
+
+ private:
+  static constexpr int64_t kMaxHeadDim = 1024;
+
+  struct Group {
+    int64_t first = 0, tokens = 0;
+    int size_index = 0;
+  };
+
+  // Cuts the rows into groups and writes their activations in every kind that `w` wants.
+  void prepare(const PackedWeight& w, Tensor x, const Norm* norm) {
+    const float* gain = norm ? gain_of(*norm, x.dim) : nullptr;
+    groups_.clear();
+    for (int64_t t = 0; t < x.n;) {
+      int i = kGroupCount - 1;
+      while (kGroupSizes[i] > x.n - t || kGroupSizes[i] > kernels_.max_group) --i;
+      groups_.push_back({t, kGroupSizes[i], i});
+      t += kGroupSizes[i];
+    }
+    const auto& segments = w.segments();  // packs a vector at its first use as a matrix: before acts()
+    (void)segments;
+    act_at_.clear();
+    act_per_token_.clear();
+    int64_t bytes = 0;
+    for (const ActKind& kind : w.acts()) {
+      act_at_.push_back(bytes);
+      act_per_token_.push_back(act_bytes(kind, x.dim));
+      bytes += (act_per_token_.back() * x.n + 63) / 64 * 64;
+    }
+    // Broadcasts at the end of the last record may not read past the buffer; vector loads never touch it.
+    if (static_cast<int64_t>(act_.size()) < bytes + 64) act_ = HugeBuffer(static_cast<size_t>(bytes + 64));
+    auto* act = reinterpret_cast<uint8_t*>(act_.data());
+    const int64_t padded = (x.dim + 31) / 32 * 32;
+    const auto pack = [&](int64_t first, int64_t last) {
+      thread_local std::vector<float> memory;
+      if (static_cast<int64_t>(memory.size()) < padded) memory.resize(static_cast<size_t>(padded));
+      for (int64_t i = first; i < last; ++i) {
+        const Group& g = groups_[static_cast<size_t>(i)];
+        for (int64_t t = 0; t < g.tokens; ++t) {
+          const float* row = row_of(x, g.first + t);
+          if (gain) {
+            kernels_.rms_norm(row, gain, norm->eps, x.dim, memory.data());
+            row = memory.data();
+          }
+          for (size_t k = 0; k < act_at_.size(); ++k)
+            kernels_.pack_act(w.acts()[k], row, x.dim, g.tokens, t, act + act_at_[k] + g.first * act_per_token_[k]);
+        }
+      }
+    };
+    const auto n = static_cast<int64_t>(groups_.size());
+    if (x.n < kParallelRows)
+      pack(0, n);
+    else
+      pool_.run(n, 1, pack);
+  }
+
+  // Calls body(tile, groups) for all tiles and all groups, the groups in runs whose activations stay cached.
+  template <class Body>
+  void over_tiles(int64_t tiles, int64_t cols, Body&& body) {
+    if (groups_.empty()) return;
+    const int64_t per_token = *std::max_element(act_per_token_.begin(), act_per_token_.end());
+    const int64_t per_run = std::max<int64_t>(1, kCachedActBytes / (per_token * kernels_.max_group));
+    const auto groups = static_cast<int64_t>(groups_.size());
+    const int64_t runs = (groups + per_run - 1) / per_run;
+    // A tile of few columns is less than a microsecond of reading: hand out several.
+    const int64_t least = std::max<int64_t>(1, 2048 / std::max<int64_t>(cols * std::min<int64_t>(groups, 4), 1));
+    pool_.run(runs * tiles, least, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t run = i / tiles;
+        body(i % tiles,
+             std::span<const Group>(groups_).subspan(static_cast<size_t>(run * per_run),
+                                                     static_cast<size_t>(std::min(per_run, groups - run * per_run))));
+      }
+    });
+  }
+
+  void run_tile(const Segment& s, int64_t tile, const Group& g, int64_t cols, bool ahead, float* out) const {
+    TileArgs a;
+    a.tile = s.data + tile * s.tile_stride;
+    a.scales = a.tile + s.scales_at;
+    a.table = s.format.table;
+    a.act =
+        reinterpret_cast<const uint8_t*>(act_.data()) + act_at_[s.act_index] + g.first * act_per_token_[s.act_index];
+    if (ahead) {
+      const int64_t bytes = tile_bytes(s.format, cols);
+      a.ahead = a.tile + bytes;
+      a.ahead_step = s.format.bits == 0 ? 64 : bytes / ((cols + kBlock - 1) / kBlock);
+    }
+    a.cols = cols;
+    a.out = out;
+    kernels_.tile[static_cast<int>(s.format.kind)][g.size_index](a);
+  }
+
+  // sink(segment, tile, first token, tokens, sums [tokens][16]) for every tile and group.
+  template <class Sink>
+  void multiply(const PackedWeight& w, Tensor x, const Norm* norm, Sink&& sink) {
+    prepare(w, x, norm);
+    const std::vector<Segment>& segments = w.segments();
+    int64_t tiles = 0;
+    for (const Segment& s : segments) tiles += s.tiles;
+    over_tiles(tiles, w.cols(), [&](int64_t tile, std::span<const Group> groups) {
+      const Segment* s = segments.data();
+      while (tile >= s->tiles) tile -= (s++)->tiles;
+      alignas(64) float sums[16 * 16];
+      for (const Group& g : groups) {
+        run_tile(*s, tile, g, w.cols(), &g == groups.data(), sums);
+        sink(*s, tile, g.first, g.tokens, sums);
+      }
+    });
+  }
+
+  void own_pages(std::span<const RowRef> rows, KvSlots kv, int64_t kv_heads, int64_t head_dim) {
+    require(head_dim <= kMaxHeadDim, "head dimension above 1024");
+    const State* state = nullptr;
+    int64_t page = -1;
+    for (const RowRef& row : rows) {
+      if (row.state != state) {
+        const PagedState& p = paged(row.state);
+        p.check_buffer(kv.k, true, kv_heads, head_dim);
+        p.check_buffer(kv.v, false, kv_heads, head_dim);
+        state = row.state;
+        page = -1;
+      } else if (row.position >= 0 && row.position / kPageRows == page) {
+        continue;
+      }
+      auto& p = static_cast<PagedState&>(*row.state);
+      p.prepare_write(kv.k, row.position);
+      p.prepare_write(kv.v, row.position);
+      page = row.position / kPageRows;
+    }
+  }
+
+  const Kernels& kernels_;
+  ThreadPool pool_;
+  PagePools pools_;
+  Attention attention_;
+  Arena arena_;
+  // Of the product in progress; members so that their memory is kept.
+  std::vector<Group> groups_;
+  std::vector<int64_t> act_at_, act_per_token_;
+  HugeBuffer act_;
+};
+
+bool runs_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+         __builtin_cpu_supports("bmi2");
+#else
+  return false;
+#endif
+}
+
+bool runs_avx512() {
+#if defined(__x86_64__)
+  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+         __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+int64_t act_bytes(ActKind kind, int64_t cols) {
+  if (kind.type == ActKind::Int8) return (cols + 31) / 32 * (36 + 4 * (32 / kind.group));
+  return kind.type == ActKind::BFloat16 ? (cols + 1) / 2 * 4 : cols * 4;
+}
+
+}  // namespace cpu
+
+std::vector<std::string> cpu_isas() {
+  std::vector<std::string> found;
+  if (cpu::runs_avx512()) found.emplace_back("avx512");
+  if (cpu::runs_avx2()) found.emplace_back("avx2");
+#if defined(__aarch64__)
+  found.emplace_back("neon");
+#endif
+  found.emplace_back("scalar");
+  return found;
+}
+
+std::unique_ptr<Ops> make_cpu_ops(int threads, const std::string& isa) {
+  constexpr int kMostThreads = 1024;
+  if (threads < 0 || threads > kMostThreads)
+    throw Invalid("cpu: " + std::to_string(threads) + " threads; 0 (all cores) to " + std::to_string(kMostThreads));
+  const std::vector<std::string> found = cpu_isas();
+  const std::string& chosen = isa == "auto" ? found.front() : isa;
+  if (std::find(found.begin(), found.end(), chosen) == found.end()) {
+    if (chosen == "avx512" || chosen == "avx2" || chosen == "neon")
+      throw Unsupported("cpu: this machine does not run " + chosen + "; it runs " + found.front());
+    throw Invalid("cpu: instruction set \"" + isa + "\" is none of auto, avx512, avx2, neon, scalar");
+  }
+  const cpu::Kernels* kernels = &cpu::kernels_scalar();
+#if defined(__x86_64__)
+  if (chosen == "avx512") kernels = &cpu::kernels_avx512();
+  if (chosen == "avx2") kernels = &cpu::kernels_avx2();
+#elif defined(__aarch64__)
+  if (chosen == "neon") kernels = &cpu::kernels_neon();
+#endif
+  return std::make_unique<cpu::CpuOps>(threads ? threads : cpu::usable_cores(), *kernels);
+}
+
+}  // namespace ds4
