@@ -145,3 +145,99 @@ def sampler_uniform(seed: int, index: int) -> float:
 
 def sampler_sums(logits: npt.NDArray[np.float32], temperature: float) -> list[tuple[str, float]]:
     """(variant, sum of the row's weights) for each variant of the vocabulary passes that this CPU can run."""
+
+# ---- native/cpu, native/reference: single operations on numpy arrays (tests, benchmarks)
+
+FileMatrix = tuple[npt.NDArray[np.uint8], int, int, int]
+"""(bytes as a file stores them, type id, rows, cols). The bytes must outlive the weight and stay unchanged."""
+StateRow = tuple["OpsState", int]
+"""(state, position) of one token row."""
+F32 = npt.NDArray[np.float32]
+
+def cpu_isas() -> list[str]:
+    """Instruction sets that this build has and this machine runs, best first; "scalar" is always the last."""
+
+class OpsWeight:
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def resident_bytes(self) -> int: ...
+
+class OpsState:
+    """Buffers of one session. Raises ValueError for rows, sizes and capacities that do not fit."""
+
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def resident_bytes(self) -> int: ...
+    def reserve(self, tokens: int) -> None: ...
+    def truncate(self, tokens: int) -> None: ...
+    def fork_from(self, other: OpsState, tokens: int) -> None: ...
+    def export_rows(self, index: int, first: int, count: int, out: npt.NDArray[np.uint8]) -> None: ...
+    def import_rows(self, index: int, first: int, count: int, data: npt.NDArray[np.uint8]) -> None: ...
+
+class Ops:
+    """The operations of native/ops.h on C-contiguous float32 matrices, written in place.
+
+    Where `times` is given the operation runs that often without the GIL and the shortest run is returned, in seconds.
+    Raises ValueError (shapes, ids, positions) and Unsupported (a type without a kernel).
+    """
+
+    @property
+    def name(self) -> str: ...
+    def load(self, parts: Sequence[FileMatrix], use: str = "linear") -> OpsWeight:
+        """`use`: "linear", "swiglu" (gate, up), "embedding" or "tied"."""
+
+    def new_state(self, specs: Sequence[StateSpec], capacity: int) -> OpsState: ...
+    def embed(self, table: OpsWeight, ids: Sequence[int], out: F32) -> None: ...
+    def rms_norm(self, x: F32, gain: OpsWeight, eps: float, y: F32) -> None: ...
+    def linear(
+        self,
+        w: OpsWeight,
+        x: F32,
+        y: F32,
+        gain: OpsWeight | None = None,
+        eps: float = 1e-5,
+        bias: OpsWeight | None = None,
+        times: int = 1,
+    ) -> float: ...
+    def linear_add(self, w: OpsWeight, x: F32, y: F32, times: int = 1) -> float: ...
+    def linear_swiglu(
+        self, w: OpsWeight, x: F32, y: F32, gain: OpsWeight | None = None, eps: float = 1e-5, times: int = 1
+    ) -> float: ...
+    def rope_table(self, rows: Sequence[StateRow], freq: Sequence[float], out: F32) -> None: ...
+    def rope_store(
+        self,
+        qkv: F32,
+        table: F32,
+        interleaved: bool,
+        rows: Sequence[StateRow],
+        k: int,
+        v: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        times: int = 1,
+    ) -> float: ...
+    def attention(
+        self,
+        q: F32,
+        rows: Sequence[StateRow],
+        k: int,
+        v: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scale: float,
+        out: F32,
+        times: int = 1,
+    ) -> float: ...
+    def gather(self, x: F32, index: Sequence[int], out: F32) -> None: ...
+
+def cpu_ops(threads: int = 0, isa: str = "auto") -> Ops:
+    """The CPU backend. Raises ValueError (threads, unknown set), Unsupported (a set that this machine lacks)."""
+
+def reference_ops() -> Ops:
+    """The scalar oracle."""
