@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     model = read_model_file(demo_model_path() if args.file is None else args.file)
     facts = inspect(model, args.ctx, args.slots)
     if args.json:
-        print(json.dumps(facts, ensure_ascii=False, indent=2))
+        print(json.dumps(facts, ensure_ascii=False, indent=2, allow_nan=False))
     else:
         _render(facts)
     return 1 if facts["problem"] else 0
@@ -67,7 +68,7 @@ def inspect(model: ModelFile, ctx: int | None, slots: int) -> dict[str, Any]:
         "n_params": model.n_params,
         "bits_per_weight": 8 * sum(t.nbytes for t in tensors) / model.n_params if model.n_params else 0.0,
         "rope_kind": model.rope_kind,
-        "hparams": dict(model.hparams),
+        "hparams": {key: _json_value(value) for key, value in model.hparams.items()},
         "types": {name: {"tensors": counts[name], "bytes": n} for name, n in model.type_bytes.items()},
         "n_tensors": len(tensors),
         "biggest": [
@@ -78,6 +79,13 @@ def inspect(model: ModelFile, ctx: int | None, slots: int) -> dict[str, Any]:
         "memory": None if problem else _memory_plan(model, ctx, slots),
         "problem": problem,
     }
+
+
+def _json_value(value: Any) -> Any:
+    """JSON has no infinities and no NaN: these become text."""
+    if isinstance(value, list):
+        return [_json_value(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tokenizer_facts(model: ModelFile) -> dict[str, Any] | None:

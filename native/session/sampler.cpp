@@ -105,27 +105,23 @@ struct Lanes {
     }
   }
 
-  // Sum of the weights of one block of n <= kBlock logits.
-  [[gnu::always_inline]] static double block_sum(const float* v, int64_t n, float best, float scale) {
+  // Sum of the weights; blocks whose maximum weighs nothing are skipped.
+  [[gnu::always_inline]] static double sum(const float* v, int64_t n, const float* block_max, float best, float scale) {
     HalfF64 low_sum = {}, high_sum = {}, low, high;
     F32 x;
-    for (int64_t i = 0; i < n; i += N) {
-      load(v + i, n - i, x);
-      weights(x, best, scale, low, high);
-      low_sum += low;
-      high_sum += high;
+    for (int64_t first = 0; first < n; first += kBlock, ++block_max) {
+      if (!((*block_max - best) * scale > kWeightless)) continue;
+      const int64_t end = std::min(first + kBlock, n);
+      for (int64_t i = first; i < end; i += N) {
+        load(v + i, end - i, x);
+        weights(x, best, scale, low, high);
+        low_sum += low;
+        high_sum += high;
+      }
     }
     low_sum += high_sum;
     double total = 0;
     for (int64_t j = 0; j < N / 2; ++j) total += low_sum[j];
-    return total;
-  }
-
-  // Sum of the weights; blocks whose maximum weighs nothing are skipped.
-  [[gnu::always_inline]] static double sum(const float* v, int64_t n, const float* block_max, float best, float scale) {
-    double total = 0;
-    for (int64_t i = 0; i < n; i += kBlock, ++block_max)
-      if ((*block_max - best) * scale > kWeightless) total += block_sum(v + i, std::min(kBlock, n - i), best, scale);
     return total;
   }
 };

@@ -84,6 +84,7 @@ def foreign(path: Path, family: str, name: str) -> Path:
     writer.add_context_length(128)
     writer.add_block_count(1)
     writer.add_embedding_length(4)
+    writer.add_float32(f"{family}.not_finite", float("nan"))
     writer.add_tensor("token_embd.weight", np.ones((8, 4), "f4"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -95,6 +96,7 @@ def foreign(path: Path, family: str, name: str) -> Path:
 def test_unknown_family_has_no_memory_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     f = facts(capsys, str(foreign(tmp_path / "x.gguf", "mamba", "M")))
     assert f["problem"] is None and "mamba" in f["memory"]["unavailable"]
+    assert f["hparams"]["not_finite"] == "nan"
 
 
 def test_contradictions_are_shown_and_fail(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
