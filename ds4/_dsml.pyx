@@ -546,7 +546,8 @@ cdef enum:
 cdef enum:
     K_BLOCK, K_INVOKE, K_PARAM, K_BLOCK_END, K_INVOKE_END, K_PARAM_END, TAG_KINDS
 
-# The fifth spelling is V4.1 with a space before ">"; the tags of a V4.1 block may have it or not.
+# The fifth spelling is V4.1 with a space before ">". Between values V4.1's end tags may have that space or not; a value
+# ends at the exact tag alone (only that one is escaped in it), unless the block began with the space.
 cdef list _SPELLED = [
     [s.encode() for s in (f"<{x}{b}{sp}>", f"<{x}invoke", f"<{x}parameter", f"</{x}{b}{sp}>", f"</{x}invoke{sp}>",
                           f"</{x}parameter{sp}>")]
@@ -1392,8 +1393,8 @@ cdef class Parser:
         self.put_key(name)
         self.close = &DSML[self.spelling][K_PARAM_END]
         self.close_alt = NULL
-        if self.spelling == 0 or self.spelling == 4:
-            self.close_alt = &DSML[4 - self.spelling][K_PARAM_END]
+        if self.spelling == 4:
+            self.close_alt = &DSML[0][K_PARAM_END]
         typed = self.attribute(b'string="', i)
         self.untyped = self.quoted = self.escaped = False
         self.declared = False

@@ -8,21 +8,14 @@ Where this parser means to differ from a worked case, `DECIDED` says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds4._dsml import (
-    ContentDelta,
-    Parser,
-    ReasoningDelta,
-    Result,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from ds4._dsml import Result
+from tests.support.turns import SYNTAXES, Turn, damaged, options_for, outcome, random_calls, run, soup, written
 
 DATA = Path(__file__).parent / "data"
 WORKED = [json.loads(line) for line in (DATA / "parser_cases.jsonl").read_text().splitlines()]
@@ -44,81 +37,13 @@ def block(*calls: str) -> str:
     return OPEN + "".join(INVOKE + body + END for body in calls) + CLOSE
 
 
-class Turn:
-    """Feeds a parser and gathers its events, checking what holds after every event."""
-
-    def __init__(self, syntax: str, **options: Any) -> None:
-        self.parser = Parser(syntax, **options)
-        self.text = {"reasoning": "", "content": ""}
-        self.started: list[str] = []
-        self.arguments: list[str] = []
-        self.ended: list[bytes] = []
-        self.sent: list[list[str]] = []
-
-    def take(self, events: Iterable[object]) -> list[list[str]]:
-        seen: list[list[str]] = []
-        for e in events:
-            if isinstance(e, ReasoningDelta):
-                assert e.text and not self.started
-                self.text["reasoning"] += e.text
-                seen.append(["reasoning", e.text])
-            elif isinstance(e, ContentDelta):
-                assert e.text
-                self.text["content"] += e.text
-                seen.append(["content", e.text])
-            elif isinstance(e, ToolCallStart):
-                assert e.index == len(self.started)
-                self.started.append(e.name)
-                self.arguments.append("")
-                seen.append([f"tool_start[{e.index}]", e.name])
-            elif isinstance(e, ToolCallDelta):
-                assert e.index == len(self.started) - 1 and e.arguments and not self.ended
-                self.arguments[e.index] += e.arguments
-                seen.append([f"args[{e.index}]", e.arguments])
-            else:
-                assert isinstance(e, ToolCallEnd) and e.index == len(self.ended)
-                self.ended.append(e.raw)
-        self.sent.extend(seen)
-        return seen
-
-    def feed(self, data: bytes) -> list[list[str]]:
-        return self.take(self.parser.feed(data))
-
-    def finish(self, cause: str) -> Result:
-        self.take(self.parser.finish(cause))
-        r = self.parser.result
-        assert self.text == {"reasoning": r.reasoning, "content": r.content}
-        n = len(self.ended)
-        assert [(c.index, c.name, c.arguments) for c in r.calls] == list(
-            zip(range(n), self.started[:n], self.arguments[:n], strict=True)
-        )
-        assert all(raw == r.raw for raw in self.ended)
-        assert len(self.started) == n + r.void_calls == self.parser.calls
-        assert (r.finish == "tool_calls") == bool(r.calls)
-        for c in r.calls:
-            assert isinstance(json.loads(c.arguments), dict)
-        return r
-
-
-def key_of(r: Result) -> tuple[object, ...]:
-    calls = [(c.name, c.arguments) for c in r.calls]
-    return (r.reasoning, r.content, calls, r.raw, r.finish, r.error, r.void_calls, r.cut)
-
-
-def run(pieces: Iterable[bytes], cause: str, syntax: str, **options: Any) -> Result:
-    turn = Turn(syntax, **options)
-    for piece in pieces:
-        turn.feed(piece)
-    return turn.finish(cause)
-
-
 def run_all_splits(text: str | bytes, cause: str, syntax: str, **options: Any) -> Result:
     """Whole, byte by byte, at every single cut: always the same result."""
     data = text.encode() if isinstance(text, str) else text
     whole = run([data], cause, syntax, **options)
-    assert key_of(run([data[i : i + 1] for i in range(len(data))], cause, syntax, **options)) == key_of(whole)
+    assert outcome(run([data[i : i + 1] for i in range(len(data))], cause, syntax, **options)) == outcome(whole)
     for i in range(1, len(data)):
-        assert key_of(run([data[:i], data[i:]], cause, syntax, **options)) == key_of(whole), (data[:i], data[i:])
+        assert outcome(run([data[:i], data[i:]], cause, syntax, **options)) == outcome(whole), (data[:i], data[i:])
     return whole
 
 
@@ -280,3 +205,73 @@ def test_reported(case: dict[str, Any]) -> None:
         "stream_indexes", "ids_unique", "concatenated_argument_deltas_equal_final",
     }  # fmt: skip
     assert want.keys() <= known, "a condition that nothing checks"
+
+
+# ---- any split, any text -----------------------------------------------------------------------------------------
+
+
+def pieces_of(rng: random.Random, data: bytes) -> list[bytes]:
+    cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(1, 8)))
+    return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
+def check_any(rng: random.Random, data: bytes) -> None:
+    options = options_for(rng)
+    cause = rng.choice(("eos", "eos", "length", "stop", "error"))
+    syntax = options.pop("syntax")
+    whole = run([data], cause, syntax, **options)
+    single = [data[i : i + 1] for i in range(len(data))]
+    for pieces in (single, pieces_of(rng, data), pieces_of(rng, data)):
+        assert outcome(run(pieces, cause, syntax, **options)) == outcome(whole), (pieces, cause, syntax, options)
+
+
+@pytest.mark.parametrize("kind", ["soup", "damaged", "bytes"])
+def test_random_turns_do_not_depend_on_the_split(kind: str) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(1500):
+        if kind == "soup":
+            data = soup(rng)
+        elif kind == "bytes":
+            data = rng.randbytes(rng.randrange(40))
+        else:
+            text, _ = written(random_calls(rng), rng.choice(SYNTAXES))
+            data = damaged(rng, (rng.choice(("", "plan</think>")) + "Sure." + text).encode())
+        check_any(rng, data)
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_what_was_written_is_read(syntax: str) -> None:
+    """Random calls whose strings quote the markup survive writing and reading, and the block is found exactly."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(400):
+        calls = random_calls(rng)
+        text, schemas = written(calls, syntax)
+        thinking = syntax != "chatml"
+        before = "plan</think>Sure." if thinking else "Sure."
+        for pieces in ([before + text], [*(before + text)]):
+            r = run([p.encode() for p in pieces], "eos", syntax, thinking=thinking, tools=True, schemas=schemas)
+            assert (r.reasoning, r.content) == ("plan" if thinking else "", "Sure."), text
+            assert [(c.name, json.loads(c.arguments)) for c in r.calls] == [*map(retyped(schemas), calls)], text
+            assert r.raw == text.encode()
+
+
+def retyped(schemas: list[tuple[str, str]]) -> Any:
+    """Where a property is declared as string or JSON, a string that is JSON of a declared type becomes JSON."""
+    declared = {name: json.loads(schema)["parameters"]["properties"] for name, schema in schemas}
+    kinds = {bool: "boolean", int: "number", float: "number", list: "array", dict: "object", type(None): "null"}
+
+    def value_of(name: str, key: str, value: Any) -> Any:
+        types = declared.get(name, {}).get(key, {}).get("type", [])
+        if isinstance(value, str) and len(types) > 1:
+            try:
+                read = json.loads(value)
+            except ValueError:
+                return value
+            return read if kinds.get(type(read)) in types else value
+        return value
+
+    return lambda call: (call[0], {key: value_of(call[0], key, value) for key, value in call[1].items()})
