@@ -669,7 +669,8 @@ cdef class Parser:
     cdef bint untyped                  # a parameter without the string attribute
     cdef bint verbatim                 # a string value without escapes
     cdef bint newline                  # a line feed that may be the last of a Qwen value
-    cdef bint committed
+    cdef bint committed                # the container streams
+    cdef unsigned char bracket         # its first byte, 0 before it
     cdef bint declared
     cdef int types
     cdef Py_ssize_t entity_at, entity_n
@@ -1640,11 +1641,11 @@ cdef class Parser:
         cdef bint qwen = self.syntax == X_QWEN
         cdef unsigned char c
         cdef int m
-        self.steps += n - i + 1
         while i < n:
             run = i
             while i < n and not SPECIAL[p[i]]:
                 i += 1
+            self.steps += i - run + 1
             if i > run:
                 if self.newline:
                     add(&self.out, "\\n", 2)
@@ -1752,6 +1753,7 @@ cdef class Parser:
             gap = k
             while k < n and space(p[k]):
                 k += 1
+                self.steps += 1
                 if k - gap > MAX_GAP:
                     return -1
             if k == n:
@@ -1761,6 +1763,7 @@ cdef class Parser:
     cdef int begin_json(self) except -1:
         json_reset(&self.json)
         self.committed = False
+        self.bracket = 0
         self.mark = self.pos
         self.sub = V_JSON
         return 0
@@ -1771,10 +1774,10 @@ cdef class Parser:
         cdef Py_ssize_t i = self.pos, n = self.buf.n
         cdef int m
         cdef Json *j = &self.json
-        self.steps += n - i + 1
         if not self.committed:
             return self.json_head()
         while i < n:
+            self.steps += 1
             if p[i] == c"<":
                 m = self.close_match(i)
                 if m == FULL:
@@ -1795,41 +1798,39 @@ cdef class Parser:
         return 0
 
     cdef int json_head(self) except -1:
-        """Decides, from `mark`, whether the value is a container that may stream."""
-        cdef Py_ssize_t i = self.mark, out = self.out.n
-        cdef const unsigned char *p = <const unsigned char *>self.buf.p
-        cdef int tokens = 0
-        if self.pos > self.mark + MAX_GAP:
+        """Decides whether the value is a container that may stream: its bracket waits for a second token."""
+        cdef Py_ssize_t i = self.pos, out = self.out.n
+        cdef unsigned char c
+        while i < self.buf.n:
+            self.steps += 1
+            c = self.buf.p[i]
+            i += 1
+            if c == 32 or c == 9 or c == 10 or c == 13:
+                continue
+            if self.bracket:
+                put(&self.out, self.bracket)
+                if json_step(&self.json, c, &self.out):
+                    self.committed = True
+                    self.pos = i
+                    return 1
+                self.out.n = out
+            elif c == c"{" or c == c"[":
+                self.bracket = c
+                json_step(&self.json, c, &self.out)
+                self.out.n = out
+                continue
+            self.pos = self.mark
             self.sub = V_HELD
             return 1
-        json_reset(&self.json)
-        while i < self.buf.n and tokens < 2:
-            if not space(p[i]):
-                if tokens == 0 and p[i] != c"{" and p[i] != c"[":
-                    break
-                tokens += 1
-            if not json_step(&self.json, p[i], &self.out):
-                break
-            i += 1
-        else:
-            if tokens < 2:
-                self.out.n = out
-                self.pos = i
-                return 0
-            self.committed = True
-            self.pos = i
-            return 1
-        self.out.n = out
-        self.pos = self.mark
-        self.sub = V_HELD
-        return 1
+        self.pos = i
+        return 0
 
     cdef int held_value(self) except -1:
         cdef const char *p = self.buf.p
         cdef Py_ssize_t i = self.pos, n = self.buf.n
         cdef int m
-        self.steps += n - i + 1
         while i < n:
+            self.steps += 1
             if p[i] == c"<":
                 m = self.close_match(i)
                 if m == FULL:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ds4._dsml import Result
+from ds4._dsml import ContentDelta, Parser, ReasoningDelta, Result, ToolCallDelta, ToolCallEnd, ToolCallStart
 from tests.support.turns import SYNTAXES, Turn, damaged, options_for, outcome, random_calls, run, soup, written
 
 DATA = Path(__file__).parent / "data"
@@ -205,6 +205,380 @@ def test_reported(case: dict[str, Any]) -> None:
         "stream_indexes", "ids_unique", "concatenated_argument_deltas_equal_final",
     }  # fmt: skip
     assert want.keys() <= known, "a condition that nothing checks"
+
+
+# ---- values, by hand ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        ("2", 2),
+        (" -1.5e+3 ", -1500.0),
+        ('"s"', "s"),
+        ("true", True),
+        ("", None),
+        ("  ", None),
+        ("00123", "00123"),
+        ("2026-11-30", "2026-11-30"),
+        ("1.", "1."),
+        ("True", "True"),
+        ("None", "None"),
+        ("nul", "nul"),
+        ("{'a': 1}", "{'a': 1}"),
+        ("[link](x) & <b>", "[link](x) & <b>"),
+        ("{", "{"),
+        ('"open', '"open'),
+        ("5 6", "5 6"),
+        ('{"a": [1, {"b": null}], "c": "\\u00e9\\n"} ', {"a": [1, {"b": None}], "c": "é\n"}),
+        ('{"a": "two\nlines"}', {"a": "two\nlines"}),
+        ('{"a": 1}}', {"a": 1}),
+        ("[]", []),
+        ("{" + " " * 100 + "}", {}),
+        ("{" + " " * 100 + "'a'}", "{" + " " * 100 + "'a'}"),
+        ("[" * 500 + "]" * 500, json.loads("[" * 500 + "]" * 500)),
+    ],
+)
+def test_json_values(value: str, want: Any) -> None:
+    """One JSON value stays JSON; what is none becomes a string; nothing else is guessed."""
+    r = run_all_splits(block(param("v", value, string=False)), "eos", "deepseek4", tools=True)
+    assert [json.loads(c.arguments) for c in r.calls] == [{"v": want}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[1, 2",
+        '{"a": 1, b}',
+        "[1 2]",
+        "[01]",
+        '["\\x"]',
+        '{"a": tru}',
+        '{"a" 1}',
+        "[1,]",
+        '{"a": 1,}',
+        "[" * 600,
+        "[1]]]"[:2],
+    ],
+)
+def test_json_that_breaks_after_its_start_voids_the_call(value: str) -> None:
+    """Its first bytes may have been sent; no string can follow them."""
+    text = block(param("v", value, string=False))
+    r = run_all_splits(text, "eos", "deepseek4", tools=True)
+    assert (r.calls, r.void_calls, r.finish, r.error) == ((), 1, "stop", "invalid tool call")
+    assert r.content == text
+
+
+def test_json_streams_from_its_second_token() -> None:
+    turn = Turn("deepseek4", tools=True)
+    turn.feed((OPEN + INVOKE + f'<{D}parameter name="v" string="false">').encode())
+    assert turn.feed(b" {") == []
+    assert turn.feed(b' "a" : ') == [["args[0]", '{"a":']]
+    assert turn.feed(b'"x y"') == [["args[0]", '"x y"']]
+    assert turn.feed(b" , ") == [["args[0]", ","]]
+
+
+@pytest.mark.parametrize("syntax", ["glm", "qwen"])
+@pytest.mark.parametrize(
+    ("schema", "value", "want"),
+    [
+        ({"type": "string"}, "42", "42"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "integer"}, "42", 42),
+        ({"type": "integer"}, "042", "042"),
+        ({"type": "number"}, "abc", "abc"),
+        ({"type": "boolean"}, "true", True),
+        ({"type": "array"}, "[1, 2]", [1, 2]),
+        ({"type": "object"}, '{"a": 1', '{"a": 1'),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "42", "42"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "42", 42),
+        ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "42", "42"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"const": "true"}, "true", "true"),
+        ({"description": "anything"}, "[1]", [1]),
+        ({"$ref": "#/x"}, '"quoted"', '"quoted"'),
+        ({"type": 7}, "42", 42),
+    ],
+)
+def test_declared_types(syntax: str, schema: dict[str, Any], value: str, want: Any) -> None:
+    text = {
+        "glm": f"<tool_call>f<arg_key>v</arg_key><arg_value>{value}</arg_value></tool_call>",
+        "qwen": f"<tool_call>\n<function=f>\n<parameter=v>\n{value}\n</parameter>\n</function>\n</tool_call>",
+    }[syntax]
+    properties = {"properties": {"v": schema}}
+    for shape in (
+        properties,
+        {"name": "f", "parameters": properties},
+        {"name": "f", "input_schema": properties},
+        {"type": "function", "function": {"name": "f", "parameters": properties}},
+    ):
+        r = run([text.encode()], "eos", syntax, tools=True, schemas=[("f", json.dumps(shape).encode())])
+        assert [json.loads(c.arguments) for c in r.calls] == [{"v": want}]
+
+
+@pytest.mark.parametrize("schema", ["", "nonsense", "[]", "null", '{"properties":7}', "[" * 100_000])
+def test_an_unreadable_schema_declares_nothing(schema: str) -> None:
+    text = b"<tool_call>\n<function=f>\n<parameter=v>\n42\n</parameter>\n</function>\n</tool_call>"
+    r = run([text], "eos", "qwen", tools=True, schemas=[("f", schema)])
+    assert json.loads(r.calls[0].arguments) == {"v": 42}
+
+
+def test_a_qwen_parameter_ends_with_its_function_only_at_the_end() -> None:
+    """Closing tags that more text follows are part of the value; cut off, nothing is completed."""
+    schemas = [("w", '{"properties":{"t":{"type":"string"}}}')]
+    start = "<tool_call>\n<function=w>\n<parameter=t>\nx\n</function>\n</tool_call>"
+    r = run_all_splits(start + "\n", "eos", "qwen", tools=True, schemas=schemas)
+    assert [json.loads(c.arguments) for c in r.calls] == [{"t": "x"}] and r.raw == start.encode()
+    assert not run_all_splits(start, "length", "qwen", tools=True, schemas=schemas).calls
+    more = start + "\ny\n</parameter>\n</function>\n</tool_call>"
+    r = run_all_splits(more, "eos", "qwen", tools=True, schemas=schemas)
+    assert [json.loads(c.arguments) for c in r.calls] == [{"t": "x\n</function>\n</tool_call>\ny"}]
+
+
+def test_the_qwen_wrapper_is_completed() -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+    for tail in ("", "</tool", "</tool_call"):
+        r = run_all_splits(text + tail, "eos", "qwen", tools=True)
+        assert [json.loads(c.arguments) for c in r.calls] == [{"a": 1}]
+        assert r.raw == (text + "</tool_call>").encode()
+        assert not run_all_splits(text + tail, "length", "qwen", tools=True).calls
+
+
+# ---- thinking ----------------------------------------------------------------------------------------------------
+
+
+def test_a_block_in_open_reasoning_is_a_call_only_if_the_turn_ends_behind_it() -> None:
+    call = block(param("a", "x"))
+    for tail, calls in ((" \n", 1), (" no.", 0), ("</think>", 0), (" <", 0), ("</thin", 0)):
+        r = run_all_splits("hm" + call + tail, "eos", "deepseek4", thinking=True, tools=True)
+        assert len(r.calls) == calls, tail
+        assert r.reasoning == ("hm" if calls else ("hm" + call + tail).removesuffix("</think>"))
+        assert r.content == ""
+
+
+def test_decoding_goes_on_behind_a_block_in_reasoning() -> None:
+    """The next token tells a call from a thought, so the parser does not stop at the end tag."""
+    turn = Turn("deepseek4", thinking=True, tools=True)
+    turn.feed(("hm" + block("")).encode())
+    assert not turn.parser.stop_now and turn.parser.reasoning_open and turn.parser.calls == 0
+    turn.feed(b" But no.</think>Done.")
+    assert turn.finish("eos").content == "Done."
+
+
+def test_a_think_tag_inside_a_value_of_open_reasoning() -> None:
+    inside = "hm" + block(param("a", "x </think> y"))
+    r = run_all_splits(inside, "eos", "deepseek4", thinking=True, tools=True)
+    assert [json.loads(c.arguments) for c in r.calls] == [{"a": "x </think> y"}]
+    # A value that is never closed was a quotation, and the tag is real.
+    quoted = f'hm {OPEN}{INVOKE}<{D}parameter name="a" string="true">ls... no.</think>'
+    r = run_all_splits(quoted + "Answer.", "eos", "deepseek4", thinking=True, tools=True)
+    assert (r.reasoning, r.content, r.calls) == (quoted.removesuffix("</think>"), "Answer.", ())
+    # So it was if a new block starts behind the tag.
+    r = run_all_splits(quoted + block(param("a", "pwd")), "eos", "deepseek4", thinking=True, tools=True)
+    assert [json.loads(c.arguments) for c in r.calls] == [{"a": "pwd"}]
+    assert r.reasoning == quoted.removesuffix("</think>")
+
+
+@pytest.mark.parametrize("syntax", ["glm", "qwen"])
+def test_tags_in_thoughts_are_thoughts(syntax: str) -> None:
+    text = "I would use <tool_call> and <arg_key> or <function=f>.</think>Yes."
+    r = run_all_splits(text, "eos", syntax, thinking=True, tools=True)
+    assert (r.reasoning, r.content) == (text.partition("</think>")[0], "Yes.")
+
+
+# ---- parallel calls and the end of decoding ----------------------------------------------------------------------
+
+
+def test_decoding_stops_at_the_end_of_a_dsml_block() -> None:
+    turn = Turn("deepseek4", tools=True)
+    data = block("", param("a", "x")).encode()
+    turn.feed(data[:-1])
+    assert not turn.parser.stop_now
+    turn.feed(data[-1:])
+    assert turn.parser.stop_now and turn.parser.calls == 2
+    assert turn.feed(b" more text") == []
+    assert turn.finish("length").finish == "tool_calls"
+
+
+@pytest.mark.parametrize("syntax", ["glm", "qwen"])
+def test_calls_of_their_own_blocks_go_on(syntax: str) -> None:
+    one = written([("f", {})], syntax)[0].lstrip()
+    turn = Turn(syntax, tools=True)
+    turn.feed(one.encode())
+    assert not turn.parser.stop_now and not turn.parser.greedy
+    turn.feed(b"\n" + one.encode())
+    assert turn.parser.calls == 2 and not turn.parser.stop_now
+    turn.feed(b"\nDone")
+    assert turn.parser.stop_now
+    assert turn.finish("eos").raw == (one + "\n" + one).encode()
+
+
+def test_a_cut_second_block_voids_the_first() -> None:
+    one = written([("f", {})], "qwen")[0].lstrip()
+    r = run_all_splits(one + "\n<tool_call>\n<func", "length", "qwen", tools=True)
+    assert (r.calls, r.void_calls, r.finish, r.content) == ((), 1, "length", "")
+    assert r.cut == (one + "\n<tool_call>\n<func").encode()
+
+
+def test_a_start_tag_cut_by_the_limit_is_no_text() -> None:
+    for cause, content in (("length", "ok"), ("stop", "ok"), ("eos", f"ok\n\n<{D}tool")):
+        r = run_all_splits(f"ok\n\n<{D}tool", cause, "deepseek4", tools=True)
+        assert (r.content, r.calls) == (content, ())
+    assert run_all_splits("1 <", "length", "deepseek4", tools=True).content == "1 <"
+
+
+def test_prose_that_speaks_of_the_tags_is_text() -> None:
+    text = f'The block starts with <{D}tool_calls>, holds <{D}invoke name="f"> and ends with {CLOSE}. Right?'
+    r = run_all_splits(text, "eos", "deepseek4", tools=True)
+    assert (r.content, r.finish, r.error) == (text, "stop", None)
+    r = run_all_splits(text + block(""), "eos", "deepseek4", tools=True)
+    assert r.content == text and len(r.calls) == 1
+
+
+def test_a_malformed_block_at_the_end_is_an_error_to_tell() -> None:
+    nameless = f"ok{OPEN}<{D}invoke>\n{END}{CLOSE}\n"
+    r = run_all_splits(nameless, "eos", "deepseek4", tools=True)
+    assert (r.content, r.finish, r.error, r.void_calls) == (nameless, "stop", "invalid tool call", 0)
+    assert run_all_splits(nameless + "Well.", "eos", "deepseek4", tools=True).error is None
+    r = run_all_splits("ok" + OPEN + INVOKE, "eos", "deepseek4", tools=True)
+    assert (r.content, r.finish, r.error) == ("ok" + OPEN + INVOKE, "error", "unterminated tool call")
+
+
+# ---- text --------------------------------------------------------------------------------------------------------
+
+
+def test_broken_text_is_repaired_as_the_decoder_does() -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(300):
+        data = b"".join(
+            rng.choice(
+                (b"a", "é".encode(), "\U0001f600".encode(), rng.randbytes(1), b"\xf0\x9f", b"\xed\xa0\x80", b"\xc0")
+            )
+            for _ in range(rng.randrange(9))
+        )
+        want = data.decode("utf-8", "replace")
+        assert run_all_splits(data, "eos", "raw").content == want
+        assert run_all_splits(data, "eos", "deepseek4", tools=True, thinking=True).reasoning == want
+        value = block(f'<{D}parameter name="a" string="true">').partition(END)[0].encode() + data
+        r = run_all_splits(value + f"</{D}parameter>{END}{CLOSE}".encode(), "eos", "deepseek4", tools=True)
+        if b"\n" not in data:
+            assert [json.loads(c.arguments)["a"] for c in r.calls] == [want]
+
+
+def test_qwen_drops_the_line_feeds_around_its_parts() -> None:
+    r = run_all_splits("a \n\n</think>\n\n b", "eos", "qwen", thinking=True)
+    assert (r.reasoning, r.content) == ("a ", " b")
+    assert run_all_splits("a\n", "length", "qwen", thinking=True).reasoning == "a"
+    assert run_all_splits("\n a\n", "eos", "chatml", tools=True).content == "\n a\n"
+
+
+# ---- the surface -------------------------------------------------------------------------------------------------
+
+
+def test_misuse_is_refused() -> None:
+    with pytest.raises(ValueError, match="syntax: expected one of"):
+        Parser("gpt")
+    for options in ({"thinking": True}, {"tools": True}):
+        with pytest.raises(ValueError, match="raw"):
+            Parser("raw", **options)
+    parser = Parser("chatml")
+    with pytest.raises(RuntimeError, match="before finish"):
+        _ = parser.result
+    with pytest.raises(ValueError, match="cause"):
+        parser.finish("tool_calls")
+    with pytest.raises(TypeError):
+        parser.feed("text")  # type: ignore[arg-type]
+    parser.finish("eos")
+    with pytest.raises(RuntimeError, match="after finish"):
+        parser.feed(b"x")
+    with pytest.raises(RuntimeError, match="twice"):
+        parser.finish("eos")
+
+
+def test_events_compare_and_print() -> None:
+    assert Parser("raw").feed(b"a") == [ContentDelta("a")] != [ReasoningDelta("a")]
+    for event in (ContentDelta("a"), ToolCallStart(1, "f"), ToolCallDelta(1, "{"), ToolCallEnd(1, b"x")):
+        assert eval(repr(event)) == event
+    assert repr(run([b"a"], "eos", "raw")).startswith("Result(reasoning='', content='a'")
+
+
+@pytest.mark.parametrize(
+    ("cause", "finish"), [("eos", "stop"), ("stop", "stop"), ("length", "length"), ("error", "error")]
+)
+def test_causes(cause: str, finish: str) -> None:
+    assert run([b"text"], cause, "deepseek4", tools=True).finish == finish
+    assert run([], cause, "deepseek4", thinking=True, tools=True).finish == finish
+
+
+# ---- work --------------------------------------------------------------------------------------------------------
+
+ADVERSARIAL = {
+    "text": "word ",
+    "spaces": " ",
+    "lt": "<",
+    "closing": "</",
+    "starts": f"<{D}tool_calls>",
+    "half starts": f"<{D}tool_cal",
+    "glm starts": "<tool_call>",
+    "quoted blocks": f'<{D}tool_calls>\n<{D}invoke name="f">\n</{D}invoke>\n</{D}tool_calls> no ',
+}
+IN_VALUE = {
+    "entities": "&amp;amp;",
+    "amp": "amp;",
+    "ampersands": "&",
+    "lt": "&lt;",
+    "half closes": f"</{D}param",
+    "line feeds": "\n",
+    "function ends": "</function>\n",
+    "function ends far apart": "</function>" + " " * 60,
+    "think": "</think>",
+    "quotes": '"\\',
+}
+
+
+def steps(text: str, syntax: str, **options: Any) -> float:
+    """Bytes looked at per byte fed, one byte at a time."""
+    parser = Parser(syntax, tools=True, **options)
+    data = text.encode()
+    for i in range(len(data)):
+        parser.feed(data[i : i + 1])
+    parser.finish("eos")
+    return parser.steps / len(data)
+
+
+@pytest.mark.parametrize("syntax", ["deepseek4", "glm", "qwen"])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_work_grows_linearly(syntax: str, thinking: bool) -> None:
+    heads = {
+        "deepseek4": (
+            OPEN + INVOKE + f'<{D}parameter name="a" string="true">',
+            f'<{D}parameter name="a" string="false">[',
+        ),
+        "glm": ("<tool_call>f<arg_key>a</arg_key><arg_value>", "<tool_call>f<arg_key>"),
+        "qwen": ("<tool_call>\n<function=f>\n<parameter=a>\n", "<tool_call>\n<function=f>\n<parameter=b>\n"),
+    }[syntax]
+    schemas = [("f", '{"properties":{"a":{"type":"string"}}}')]
+    texts = [("", unit) for unit in ADVERSARIAL.values()]
+    texts += [(head, unit) for head in heads for unit in (*IN_VALUE.values(), *ADVERSARIAL.values())]
+    for head, unit in texts:
+        once, twice = (
+            steps(head + unit * (n // len(unit)), syntax, thinking=thinking, schemas=schemas) for n in (1500, 6000)
+        )
+        assert twice < 50 and twice < 1.5 * once + 1, (head, unit, once, twice)
+
+
+def test_a_hundred_thousand_calls() -> None:
+    one = INVOKE + param("a", "x") + END
+    parser = Parser("deepseek4", tools=True)
+    data = (OPEN + one * 100_000 + CLOSE).encode()
+    parser.feed(data)
+    parser.finish("eos")
+    assert len(parser.result.calls) == 100_000 and parser.steps < 3 * len(data)
+    assert parser.result.calls[99_999].arguments == '{"a":"x"}'
 
 
 # ---- any split, any text -----------------------------------------------------------------------------------------

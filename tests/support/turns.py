@@ -96,7 +96,7 @@ _SOUP = [
     "<arg_value>", "</arg_value>", "<function=f>", "</function>", "<parameter=a>", "<parameter=b>", "f", "name",
     "\n", "\n\n", " ", "  ", "<", "&", "&lt;", "&amp;", "&amp;lt;", "&lt;/", f"&lt;/{D}parameter>",
     "&lt;/parameter>", "&lt;/arg_value>", "text", '"', "\\", "{", "}", "[1, 2]", '{"k": "v"}', "42", "007", "true",
-    "null", "é", "\U0001f600", "\x00", "\t", '" string="', ">", "/",
+    "null", " " * 70, "é", "\U0001f600", "\x00", "\t", '" string="', ">", "/",
 ]  # fmt: skip
 
 
