@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ds4.engine.types import EngineConfig, SamplingParams
 
@@ -32,7 +33,7 @@ class ServerConfig:
     allow_special_in_text: bool = False
     keepalive_seconds: float = 5.0
     drain_seconds: float = 30.0
-    log_format: str = "text"
+    log_format: Literal["text", "json"] = "text"
 
     @property
     def loopback(self) -> bool:

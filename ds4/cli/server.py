@@ -1,0 +1,203 @@
+"""`ds4-server`: flags to configuration, an open engine, a running server, an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ds4.cli.flags import (
+    ENGINE_FLAGS,
+    SAMPLING_FLAGS,
+    Flag,
+    HelpWanted,
+    choice,
+    help_text,
+    integer,
+    nonempty,
+    number,
+    parse_flags,
+    path,
+)
+from ds4.engine.types import EngineConfig, SamplingParams
+from ds4.errors import ConfigError, Ds4Error
+from ds4.server.config import ServerConfig
+
+PROGRAM = "ds4-server"
+
+_INTRO = """Serves a local model to OpenAI-compatible clients: /v1/chat/completions, /v1/models, /health, /metrics,
+/slots, /tokenize, /detokenize, /apply-template. With no --model it serves a small demo model."""
+
+TOPICS = {"runtime": "Model and engine", "api": "HTTP and API", "sampling": "Sampling defaults of requests"}
+
+SERVER_FLAGS = (
+    *ENGINE_FLAGS,
+    Flag(
+        ("--batched-session",), "slots", "resident sessions that are served at the same time", "N", integer(1, 4096), 1
+    ),
+    Flag(
+        ("--mixed-prefill-quantum",),
+        "mixed_prefill_quantum",
+        "prompt tokens per step while something decodes",
+        "N",
+        integer(1, 65536),
+        128,
+    ),
+    Flag(("--chdir",), "chdir", "change to this directory before anything else", "DIR", path),
+    Flag(("--log-format",), "log_format", "text or json", "NAME", choice("text", "json"), "text"),
+    Flag(("--host",), "host", "address to listen on; 0.0.0.0 for the network", "HOST", nonempty, "127.0.0.1", "api"),
+    Flag(("--port",), "port", "port to listen on; 0 takes a free one", "N", integer(0, 65535), 8000, "api"),
+    Flag(("--api-key",), "api_keys", "accept only requests with this key", "KEY", nonempty, (), "api", repeat=True),
+    Flag(("--api-key-file",), "api_key_file", "file with one key per line", "FILE", path, None, "api"),
+    Flag(
+        ("--allowed-host",),
+        "allowed_hosts",
+        "a further Host name that a loopback server answers to",
+        "NAME",
+        nonempty,
+        (),
+        "api",
+        repeat=True,
+    ),
+    Flag(("--cors",), "cors", "allow requests from web pages", default=False, topic="api"),
+    Flag(("--alias",), "alias", "model id shown to clients", "NAME", nonempty, None, "api", shown="the model's own"),
+    Flag(
+        ("--tokens", "-n"),
+        "max_output_tokens",
+        "most output tokens when the client gives no limit",
+        "N",
+        integer(1, 2**31 - 1),
+        393216,
+        "api",
+    ),
+    Flag(("--timings",), "timings", "put timings into every usage object", default=False, topic="api"),
+    Flag(
+        ("--allow-special-in-text",),
+        "allow_special_in_text",
+        "let message text produce control tokens (unsafe)",
+        default=False,
+        topic="api",
+    ),
+    Flag(
+        ("--keepalive-seconds",),
+        "keepalive_seconds",
+        "longest silence of a waiting stream",
+        "F",
+        number(0.1, 3600),
+        5.0,
+        "api",
+    ),
+    Flag(
+        ("--drain-seconds",),
+        "drain_seconds",
+        "what running requests get at shutdown",
+        "F",
+        number(0, 86400),
+        30.0,
+        "api",
+    ),
+    *SAMPLING_FLAGS,
+)
+
+
+def read_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig:
+    """The configuration of a command line. Changes the directory where --chdir says so. Raises ConfigError."""
+    values: dict[str, Any] = parse_flags(SERVER_FLAGS, argv, environ)
+    directory: Path | None = values.pop("chdir")
+    if directory is not None:
+        try:
+            os.chdir(directory)
+        except OSError as error:
+            raise ConfigError(f"--chdir {directory}: {error.strerror}") from None
+    model: Path | None = values["model"]
+    if model is not None and not model.exists():
+        raise ConfigError(f"--model {model}: no such file or directory")
+    key_file: Path | None = values.pop("api_key_file")
+    if key_file is not None:
+        values["api_keys"] = (*values["api_keys"], *_read_keys(key_file))
+    return ServerConfig(
+        engine=EngineConfig(**_taken(values, EngineConfig)),
+        sampling=SamplingParams(**_taken(values, SamplingParams)),
+        **values,
+    )
+
+
+def _taken(values: dict[str, Any], target: type[Any]) -> dict[str, Any]:
+    """The values that are fields of a dataclass, removed from `values`."""
+    return {field.name: values.pop(field.name) for field in fields(target) if field.name in values}
+
+
+def _read_keys(file: Path) -> tuple[str, ...]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"--api-key-file {file}: {reason}") from None
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file {file}: no key in it")
+    return keys
+
+
+async def _serve(config: ServerConfig) -> None:
+    from ds4.engine.engine import Engine
+    from ds4.server.app import App
+
+    engine = Engine.open(config.engine)
+    try:
+        app = App(engine, config)
+        await app.start()
+        app.handle_signals()
+        for line in app.startup_lines():
+            log.info("%s", line)
+        await app.serve()
+    finally:
+        engine.close()
+
+
+log = logging.getLogger("ds4.server")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 after a normal shutdown or help, 1 when running failed, 2 for a mistake in the configuration."""
+    try:
+        config = read_config(sys.argv[1:] if argv is None else argv, os.environ)
+    except HelpWanted as wanted:
+        return _help(wanted.topic)
+    except ConfigError as error:
+        return _complain(error, 2)
+    import uvloop
+
+    from ds4.server.log import setup
+
+    setup(config.log_format, no_color=os.environ.get("NO_COLOR"))
+    try:
+        uvloop.run(_serve(config))
+    except ConfigError as error:
+        return _complain(error, 2)
+    except (Ds4Error, OSError) as error:
+        return _complain(error, 1)
+    return 0
+
+
+def _help(topic: str) -> int:
+    try:
+        text = help_text(f"{PROGRAM} [--model FILE] [options]", _INTRO, SERVER_FLAGS, TOPICS, topic)
+    except ConfigError as error:
+        return _complain(error, 2)
+    sys.stdout.write(text)
+    return 0
+
+
+def _complain(error: BaseException, code: int) -> int:
+    line = " ".join(str(error).split())
+    print(f"{PROGRAM}: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

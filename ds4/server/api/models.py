@@ -1,0 +1,143 @@
+"""Endpoints about the server itself: models, health, slots, and the tokenizer as a service."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from ds4._json import dumps
+from ds4.errors import RequestError
+
+if TYPE_CHECKING:
+    from ds4.server.api.service import Service
+    from ds4.server.http import Request, Responder
+
+_CREATED = 1767225600
+"""A constant (2026-01-01): clients show it, and a date that changes with every start would be noise."""
+
+_PARAMETERS = (
+    "tools",
+    "tool_choice",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "ignore_eos",
+    "stop",
+    "seed",
+    "stream",
+    "reasoning_effort",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+    "top_logprobs",
+)
+
+
+def model_object(service: Service) -> dict[str, object]:
+    """The model as OpenAI, OpenRouter and Anthropic clients look for it: one object carries all three."""
+    n_ctx = service.preparer.n_ctx
+    return {
+        "id": service.model_id,
+        "object": "model",
+        "created": _CREATED,
+        "owned_by": "ds4.c",
+        "name": service.engine.info.name,
+        "context_length": n_ctx,
+        "top_provider": {
+            "context_length": n_ctx,
+            "max_completion_tokens": min(service.config.max_output_tokens, n_ctx),
+            "is_moderated": False,
+        },
+        "supported_parameters": list(_PARAMETERS),
+        "type": "model",
+        "display_name": service.engine.info.name,
+        "created_at": datetime.fromtimestamp(_CREATED, timezone.utc).isoformat().replace("+00:00", "Z"),
+    }
+
+
+def known_ids(service: Service) -> tuple[str, ...]:
+    """Ids of this one model: the alias, if there is one, stands before the model's own."""
+    return tuple(dict.fromkeys((service.model_id, service.engine.info.id)))
+
+
+async def list_models(service: Service, request: Request, responder: Responder) -> None:
+    """GET /v1/models."""
+    data = [model_object(service)]
+    ends = {"has_more": False, "first_id": service.model_id, "last_id": service.model_id}
+    responder.send(200, dumps({"object": "list", "data": data, **ends}) + b"\n")
+
+
+async def get_model(service: Service, request: Request, responder: Responder) -> None:
+    """GET /v1/models/{id}; ids may contain slashes."""
+    wanted = request.path.partition("/models/")[2]
+    if wanted not in known_ids(service):
+        raise RequestError(f"The model {wanted[:80]!r} does not exist", status=404, code="model_not_found")
+    responder.send(200, dumps({**model_object(service), "id": wanted}) + b"\n")
+
+
+async def health(service: Service, request: Request, responder: Responder) -> None:
+    """GET /health: 200 while requests are served, 503 from the beginning of a shutdown."""
+    if service.accepting:
+        responder.send(200, b'{"status":"ok"}\n')
+    else:
+        responder.send(503, b'{"status":"error","reason":"server shutting down"}\n')
+
+
+async def metrics(service: Service, request: Request, responder: Responder) -> None:
+    """GET /metrics, for Prometheus."""
+    body, content_type = service.metrics.render(request.headers.get("accept", ""))
+    responder.send(200, body, content_type)
+
+
+async def slots(service: Service, request: Request, responder: Responder) -> None:
+    """GET /slots: what each resident session does. Read-only."""
+    states = [{**asdict(state), "n_ctx": service.preparer.n_ctx} for state in service.scheduler.slot_states()]
+    responder.send(200, dumps(states) + b"\n")
+
+
+async def tokenize(service: Service, request: Request, responder: Responder) -> None:
+    """POST /tokenize: `{content[, add_special][, parse_special][, with_pieces]}` to `{tokens}`.
+
+    `parse_special` lets special tokens in the text become tokens, `with_pieces` adds each token's text (or its bytes
+    where they are no text). llama.cpp's names; `text` and `prompt` are taken for `content`.
+    """
+    body = service.body(request)
+    node = body.get("content") or body.get("text") or body.get("prompt")
+    if node is None:
+        raise RequestError("missing content", param="content")
+    text = node.as_str()
+    tokenizer = service.engine.tokenizer
+    specials = body.get_bool("parse_special", False)
+    encode = tokenizer.encode_with_specials if specials else tokenizer.encode
+    tokens = await asyncio.to_thread(encode, text) if len(text) > 4096 else encode(text)
+    if body.get_bool("with_pieces", False):
+        pieces = [{"id": token, "piece": _piece(service.token_bytes(token))} for token in tokens]
+        responder.send(200, dumps({"tokens": pieces, "count": len(tokens)}) + b"\n")
+    else:
+        responder.send(200, dumps({"tokens": list(tokens), "count": len(tokens)}) + b"\n")
+
+
+def _piece(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+async def detokenize(service: Service, request: Request, responder: Responder) -> None:
+    """POST /detokenize: `{tokens}` to `{content}`; bytes that are no UTF-8 become U+FFFD."""
+    node = service.body(request).get_array("tokens")
+    if node is None:
+        raise RequestError("missing tokens", param="tokens")
+    ids = node.ints(0, service.preparer.vocab_size - 1)
+    try:
+        data = service.engine.tokenizer.decode(ids)
+    except KeyError as error:
+        raise RequestError(f"there is no token {error}", param="tokens") from None
+    responder.send(200, dumps({"content": data.decode("utf-8", "replace")}) + b"\n")

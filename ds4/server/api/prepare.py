@@ -1,0 +1,114 @@
+"""From a conversation to a `GenerationRequest`: render, tokenise, check against the context. One way for all dialects.
+
+The context check comes before any queue. What takes long (a long prompt) runs outside the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from ds4.engine.types import EngineLike, SamplingParams
+from ds4.errors import RequestError
+from ds4.prompt.registry import syntax_of
+from ds4.prompt.types import Conversation, RenderedPrompt
+from ds4.server.types import Dialect, GenerationRequest
+
+_INLINE_CHARACTERS = 4096
+"""A prompt up to this long is tokenised in the event loop (about a millisecond); handing it over costs as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered prompt with its tokens and its cache key (decision D2: a special token is 0xFF and its id)."""
+
+    rendered: RenderedPrompt
+    tokens: tuple[int, ...]
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How one generation ends."""
+
+    max_tokens: int | None = None
+    stop: tuple[bytes, ...] = ()
+    ignore_eos: bool = False
+
+
+class Preparer:
+    """Renders and tokenises for one engine."""
+
+    def __init__(self, engine: EngineLike, max_output_tokens: int, *, specials_in_text: bool = False) -> None:
+        self.syntax = syntax_of(engine.info)
+        self.renderer = self.syntax.make(engine.info)
+        self.n_ctx = engine.config.ctx
+        self.vocab_size = engine.tokenizer.vocab_size
+        self._tokenizer = engine.tokenizer
+        self._max_output_tokens = max_output_tokens
+        self._specials_in_text = specials_in_text
+
+    async def prompt(self, conversation: Conversation) -> Prompt:
+        size = sum(len(m.content) + len(m.reasoning) for m in conversation.messages)
+        size += sum(len(tool.schema) for tool in conversation.tools)
+        if size <= _INLINE_CHARACTERS:
+            return self._prompt(conversation)
+        return await asyncio.to_thread(self._prompt, conversation)
+
+    def _prompt(self, conversation: Conversation) -> Prompt:
+        rendered = self.renderer.render(conversation)
+        if self._specials_in_text:
+            tokens = self._tokenizer.encode_with_specials(rendered.text)
+        else:
+            tokens = self._tokenizer.encode_segments(rendered.segments)
+        return Prompt(rendered, tuple(tokens), self._tokenizer.key_bytes(rendered.segments))
+
+    def request(
+        self,
+        id: str,
+        dialect: Dialect,
+        model: str,
+        prompt: Prompt,
+        conversation: Conversation,
+        sampling: SamplingParams,
+        limits: Limits,
+        *,
+        param: str,
+        received: float | None = None,
+    ) -> GenerationRequest:
+        """Raises RequestError (400, `context_length_exceeded`) when no token fits after the prompt.
+
+        `param` is the dialect's name of the field that holds the prompt.
+        """
+        n_prompt = len(prompt.tokens)
+        self.check_fits(n_prompt, param)
+        wanted = self._max_output_tokens if limits.max_tokens is None else limits.max_tokens
+        return GenerationRequest(
+            id=id,
+            dialect=dialect,
+            model=model,
+            prompt_tokens=prompt.tokens,
+            key=prompt.key,
+            sampling=sampling,
+            max_tokens=min(wanted, self.n_ctx - n_prompt),
+            stop=limits.stop,
+            ignore_eos=limits.ignore_eos,
+            syntax=self.renderer.syntax,
+            thinking=prompt.rendered.thinking,
+            tools=bool(conversation.tools),
+            tool_schemas=tuple((tool.name, tool.schema) for tool in conversation.tools),
+            created=time.monotonic() if received is None else received,
+        )
+
+    def check_fits(self, n_prompt: int, param: str) -> None:
+        """The prompt and one more token must fit. The second sentence is what clients recognise an overflow by."""
+        if n_prompt < self.n_ctx:
+            return
+        raise RequestError(
+            f"Prompt has {n_prompt} tokens, but the configured context size is {self.n_ctx} tokens. "
+            f"This model's maximum context length is {self.n_ctx} tokens.",
+            param=param,
+            code="context_length_exceeded",
+            extra={"n_prompt_tokens": n_prompt, "n_ctx": self.n_ctx},
+        )

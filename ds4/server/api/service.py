@@ -1,0 +1,43 @@
+"""What every endpoint works with: the engine, the way to the engine thread, configuration, and request bodies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds4._json import Node, parse
+from ds4.engine.types import EngineLike
+from ds4.server.api.common import UnknownFields
+from ds4.server.api.prepare import Preparer
+from ds4.server.config import ServerConfig
+from ds4.server.sse import KeepAlive
+
+if TYPE_CHECKING:
+    from ds4.server.bridge import Bridge
+    from ds4.server.http import Request
+    from ds4.server.metrics import Metrics
+    from ds4.server.scheduler import Scheduler
+
+
+class Service:
+    """One open model behind the API. Belongs to the event loop."""
+
+    def __init__(
+        self, engine: EngineLike, config: ServerConfig, scheduler: Scheduler, bridge: Bridge, metrics: Metrics
+    ) -> None:
+        self.engine = engine
+        self.config = config
+        self.scheduler = scheduler
+        self.bridge = bridge
+        self.metrics = metrics
+        self.accepting = True
+        """False from the beginning of a shutdown."""
+        self.model_id = config.alias or engine.info.id
+        self.preparer = Preparer(engine, config.max_output_tokens, specials_in_text=config.allow_special_in_text)
+        self.keepalive = KeepAlive(config.keepalive_seconds)
+        self.unknown = UnknownFields()
+        self.token_bytes = engine.tokenizer.token_bytes
+
+    @staticmethod
+    def body(request: Request) -> Node:
+        """The request's JSON object. Raises JSONError."""
+        return parse(request.body).as_object()

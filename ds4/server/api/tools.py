@@ -1,0 +1,61 @@
+"""The `tools` of a request: which functions the model is offered, each with the one line that declares it.
+
+Equal schemas give equal bytes however the client spelled them (`Node.canonical`), because cache reuse rests on it.
+"""
+
+from __future__ import annotations
+
+from ds4._json import Node
+from ds4.errors import RequestError
+from ds4.prompt.types import Tool
+from ds4.server.api.common import required
+
+_HOSTED = frozenset(
+    {
+        "web_search",
+        "web_search_preview",
+        "file_search",
+        "code_interpreter",
+        "computer_use_preview",
+        "image_generation",
+        "local_shell",
+        "mcp",
+    }
+)
+"""Tool types that the vendor's own server runs; nobody can execute them here, so the model is not offered them."""
+
+
+def function_tools(body: Node, unused: list[str]) -> tuple[Tool, ...]:
+    """Chat's `tools`: `{"type": "function", "function": {...}}`, or the function's members at the top level.
+
+    Hosted tools are left out and named in `unused`. Raises JSONError with the path of what is wrong.
+    """
+    tools: list[Tool] = []
+    for item in body.get_array("tools") or ():
+        kind = item.get_str("type", "function")
+        function = item.get_object("function")
+        if function is None and kind in _HOSTED:
+            unused.append(f"tools.{kind}")
+            continue
+        if function is None and kind != "function":
+            raise item["type"].error(f"Tools of type {kind[:40]!r} are not supported")
+        declaration = item if function is None else function
+        name = required(declaration, "name").as_str()
+        if not name:
+            raise declaration["name"].error("Expected a name, got an empty string")
+        tools.append(Tool(name, declaration.canonical()))
+    return tuple(tools)
+
+
+def tools_offered(body: Node) -> bool:
+    """Chat's `tool_choice`: false for `none`. A choice that would have to be forced is 400."""
+    node = body.get("tool_choice")
+    if node is None:
+        return True
+    choice = node.as_str() if node.kind == "str" else required(node, "type").as_str()
+    if choice in ("auto", "none"):
+        return choice == "auto"
+    raise RequestError(
+        f"tool_choice={choice[:40]} is not supported: the choices of this server are auto and none",
+        param="tool_choice",
+    )

@@ -1,0 +1,152 @@
+"""The server as a whole: one engine thread, one event loop, one socket; from the first line to the last.
+
+with an open engine:  app = App(engine, config); await app.start(); await app.serve()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+
+from ds4.engine.types import EngineLike
+from ds4.errors import Ds4Error
+from ds4.server.api.service import Service
+from ds4.server.bridge import Bridge
+from ds4.server.config import ServerConfig
+from ds4.server.engine_thread import EngineThread
+from ds4.server.http import HttpServer, Limits
+from ds4.server.log import HttpLog
+from ds4.server.metrics import Metrics
+from ds4.server.routes import Router
+from ds4.server.scheduler import Scheduler, SchedulerConfig
+
+log = logging.getLogger("ds4.server")
+
+_GIB = float(1 << 30)
+
+
+class BindError(Ds4Error):
+    """The server cannot listen where it was told to."""
+
+
+class App:
+    """Owns everything but the engine. Belongs to the event loop that calls `start`."""
+
+    def __init__(self, engine: EngineLike, config: ServerConfig, *, limits: Limits | None = None) -> None:
+        self.engine = engine
+        self.config = config
+        self._limits = limits
+        self._stop = asyncio.Event()
+        self._http: HttpServer
+        self._thread: EngineThread
+        self._scheduler: Scheduler
+        self._service: Service
+
+    @property
+    def port(self) -> int:
+        """The bound port, after `start`."""
+        return self._http.port
+
+    @property
+    def url(self) -> str:
+        host = self._http.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    async def start(self) -> None:
+        """Starts the engine thread and listens. Raises BindError, ConfigError."""
+        config = self.config
+        bridge = Bridge(asyncio.get_running_loop())
+        metrics = Metrics(config.engine.slots)
+        self._scheduler = Scheduler(
+            self.engine,
+            SchedulerConfig(slots=config.engine.slots, mixed_prefill_quantum=config.mixed_prefill_quantum),
+            bridge.deliver,
+            observer=metrics,
+        )
+        bridge.connect(self._scheduler)
+        self._service = Service(self.engine, config, self._scheduler, bridge, metrics)
+        router = Router(self._service)
+        self._http = HttpServer(
+            router.handle,
+            limits=self._limits,
+            cors=config.cors,
+            allowed_hosts=config.allowed_hosts,
+            gate=router.gate,
+            error_body=router.error_body,
+            observers=(metrics, HttpLog()),
+        )
+        try:
+            await self._http.start(config.host, config.port)
+        except OSError as error:
+            raise BindError(f"cannot listen on {config.host}:{config.port}: {_reason(error)}") from None
+        self._thread = EngineThread(self.engine, self._scheduler)
+        self._thread.start()
+
+    async def serve(self) -> None:
+        """Serves until `request_stop`, then drains: what runs gets `drain_seconds`, what waits is refused."""
+        await self._stop.wait()
+        grace = self.config.drain_seconds
+        self._service.accepting = False
+        self._scheduler.shutdown(grace)
+        self._http.begin_shutdown()
+        # The engine tells the generations that are out of time; their handlers need a moment to pass it on.
+        await self._http.wait_closed(grace + 2.0)
+        self._service.keepalive.stop()
+        if not await asyncio.to_thread(self._thread.join, 10.0):
+            log.error("the engine thread did not stop")
+
+    def request_stop(self) -> None:
+        """Begins the shutdown. Belongs to the event loop's thread."""
+        self._stop.set()
+
+    def handle_signals(self) -> None:
+        """First SIGINT or SIGTERM: shut down. Second: exit with status 130 at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        if self._stop.is_set():
+            os._exit(130)
+        running = sum(state.request is not None for state in self._scheduler.slot_states())
+        log.warning(
+            "shutdown requested, draining %d running and refusing %d queued requests (again to exit at once)",
+            running,
+            self._scheduler.n_queued,
+        )
+        self.request_stop()
+
+    # ---- what people read
+
+    def startup_lines(self) -> list[str]:
+        """Model, memory, backend, address, and a command that works."""
+        info, plan, config = self.engine.info, self.engine.plan, self.config
+        ctx = self._service.preparer.n_ctx
+        lines = [
+            f"model {info.name} ({info.family}, {info.n_params / 1e6:.1f} M parameters) from {info.path}",
+            f"context {ctx} tokens per session (trained {info.ctx_train}), {config.engine.slots} sessions",
+            f"memory: weights {plan.weight_bytes / _GIB:.2f} GiB + {plan.slots} x state "
+            f"{plan.state_bytes / _GIB:.2f} GiB + workspace {plan.workspace_bytes / _GIB:.2f} GiB "
+            f"= {plan.total / _GIB:.2f} GiB of {plan.available_bytes / _GIB:.2f} GiB available",
+        ]
+        if ctx > info.ctx_train:
+            lines.append(f"warning: the model was trained on {info.ctx_train} tokens; beyond them it talks nonsense")
+        if not config.loopback and not config.api_keys:
+            lines.append(f"warning: anyone who can reach {config.host} can use this server; --api-key asks for a key")
+        lines.append(f"listening on {self.url}")
+        lines.append(f"try: {self.curl()}")
+        return lines
+
+    def curl(self) -> str:
+        """A command line that asks this server something."""
+        url = self.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.api_keys else ""
+        body = json.dumps({"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32})
+        return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

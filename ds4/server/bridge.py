@@ -1,0 +1,112 @@
+"""The way over from the engine thread to the event loop, and back for cancellations.
+
+The scheduler hands over what one step produced in one call; one wake-up of the loop then spreads it over the
+generations that wait for it. A `Pending` is one request as its handler sees it: batches of events, or cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from ds4.server.log import log_generation
+from ds4.server.types import Event, Failed, Finish, GenerationRequest, Started
+
+if TYPE_CHECKING:
+    from ds4.server.generation import Job
+    from ds4.server.scheduler import Scheduler
+
+
+class Pending:
+    """One submitted request. Iterate `batches` once; `cancel` may be called at any time."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.ended = False
+        """Nothing will come any more."""
+        self._started: Started | None = None
+        self._events: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._bridge: Bridge | None = None
+        self._job: Job | None = None
+
+    def submitted(self, bridge: Bridge, job: Job) -> None:
+        self._bridge = bridge
+        self._job = job
+
+    def cancel(self) -> None:
+        """The client is gone: the engine stops working for it and `batches` ends."""
+        if self.ended:
+            return
+        self.ended = True
+        self._events.clear()
+        if self._bridge is not None and self._job is not None:
+            self._bridge.cancel(self._job)
+        self._wake()
+
+    def put(self, events: Sequence[Event]) -> None:
+        """Takes what a step produced. The end is logged here, where it is seen even when the client is gone."""
+        if isinstance(events[0], Started):
+            self._started = events[0]
+        last = events[-1]
+        if isinstance(last, Finish | Failed):
+            log_generation(self.request, self._started, last)
+        if not self.ended:
+            self._events += events
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """Lists of events as they come. Ends after Finish or Failed, or when cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._events:
+                batch, self._events = self._events, []
+                self.ended = self.ended or isinstance(batch[-1], Finish | Failed)
+                yield batch
+            elif self.ended:
+                return
+            else:
+                self._waiter = loop.create_future()
+                await self._waiter
+                self._waiter = None
+
+
+class Bridge:
+    """Belongs to the event loop, but for `deliver`, which the engine thread calls."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._scheduler: Scheduler | None = None
+
+    def connect(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def submit(self, request: GenerationRequest) -> Pending:
+        """Queues a request. Raises ShuttingDown."""
+        assert self._scheduler is not None
+        pending = Pending(request)
+        pending.submitted(self, self._scheduler.submit(request, pending))
+        return pending
+
+    def cancel(self, job: Job) -> None:
+        assert self._scheduler is not None
+        self._scheduler.cancel(job)
+
+    def deliver(self, batch: list[tuple[Job, list[Event]]]) -> None:
+        """On the engine thread, once per step."""
+        try:
+            self._loop.call_soon_threadsafe(self._spread, batch)
+        except RuntimeError:
+            # The loop is closed: the process ends and nobody waits for these events.
+            return
+
+    @staticmethod
+    def _spread(batch: list[tuple[Job, list[Event]]]) -> None:
+        for job, events in batch:
+            if isinstance(job.sink, Pending):
+                job.sink.put(events)

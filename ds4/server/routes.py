@@ -1,0 +1,134 @@
+"""Which endpoint answers which request, who may ask, and how errors of an endpoint are drawn.
+
+Paths work with and without `/v1`. A new dialect adds its routes to `ROUTES` and its error shape to them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds4.errors import ClientDisconnected, RequestError
+from ds4.server.api import chat, models
+from ds4.server.api.errors import Shape, openai_error, status_error, wire_error
+from ds4.server.http import Refusal
+
+if TYPE_CHECKING:
+    from ds4.server.api.service import Service
+    from ds4.server.http import Request, Responder
+
+log = logging.getLogger("ds4.server")
+
+Endpoint = Callable[["Service", "Request", "Responder"], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`path` stands without `/v1`; one that ends in a slash stands for everything below it. `public` needs no key."""
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    shape: Shape = openai_error
+    public: bool = False
+
+
+async def hello(service: Service, request: Request, responder: Responder) -> None:
+    """GET and HEAD /: something is here. Clients probe with HEAD."""
+    responder.send(200, b'{"name":"ds4-server","status":"ok"}\n')
+
+
+ROUTES = (
+    Route("POST", "/chat/completions", chat.chat_completions),
+    Route("POST", "/apply-template", chat.apply_template),
+    Route("GET", "/models", models.list_models),
+    Route("GET", "/models/", models.get_model),
+    Route("GET", "/health", models.health, public=True),
+    Route("GET", "/metrics", models.metrics),
+    Route("GET", "/slots", models.slots),
+    Route("POST", "/tokenize", models.tokenize),
+    Route("POST", "/detokenize", models.detokenize),
+    Route("GET", "/", hello),
+)
+
+
+def local_path(path: str) -> str:
+    """The path without `/v1` in front and without a slash at its end."""
+    if path == "/v1" or path.startswith("/v1/"):
+        path = path[3:]
+    return path.rstrip("/") or "/"
+
+
+class Router:
+    """The handler, gate and error body that `HttpServer` is given."""
+
+    def __init__(self, service: Service, routes: tuple[Route, ...] = ROUTES) -> None:
+        self._service = service
+        self._keys = tuple(key.encode() for key in service.config.api_keys)
+        self._exact = {(route.method, route.path): route for route in routes if not _is_folder(route)}
+        self._folders = tuple(route for route in routes if _is_folder(route))
+
+    def find(self, method: str, path: str) -> Route | None:
+        local = local_path(path)
+        found = self._exact.get((method, local))
+        if found is not None:
+            return found
+        below = (route for route in self._folders if route.method == method and local.startswith(route.path))
+        return next(below, None)
+
+    # ---- what the HTTP server calls
+
+    async def handle(self, request: Request, responder: Responder) -> None:
+        if request.method == "OPTIONS":
+            responder.send(204, b"", "")
+            return
+        route = self.find(request.method, request.path)
+        shape = openai_error if route is None else route.shape
+        try:
+            if route is None:
+                raise RequestError("unknown endpoint", status=404)
+            await route.endpoint(self._service, request, responder)
+        except ClientDisconnected:
+            return
+        except Exception as error:
+            if responder.started:
+                raise
+            wire = wire_error(error)
+            if wire.status == 500:
+                log.error("%s %s failed: %s", request.method, request.path, error, exc_info=error)
+            headers = (("Retry-After", "5"),) if wire.status == 503 else ()
+            responder.send(wire.status, shape(wire), headers=headers, reason=wire.message)
+
+    def gate(self, request: Request) -> Refusal | None:
+        """Asks for a key, where the server has one, before the body is read. Both clients' headers are taken."""
+        if not self._keys:
+            return None
+        route = self.find(request.method, request.path)
+        if route is not None and route.public:
+            return None
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = [request.headers.get("x-api-key", "")]
+        if scheme.lower() == "bearer":
+            given.append(bearer.strip())
+        # Every comparison is made, whatever the result: the time taken says nothing about the keys.
+        if sum(_same(key, text) for key in self._keys for text in given):
+            return None
+        message = "missing API key" if not any(given) else "incorrect API key"
+        return Refusal(401, message, (("WWW-Authenticate", "Bearer"),))
+
+    def error_body(self, status: int, message: str, path: str) -> bytes:
+        """An error of the HTTP layer in the shape of the dialect that the path belongs to."""
+        routes = (self.find(method, path) for method in ("POST", "GET"))
+        shape = next((route.shape for route in routes if route is not None), openai_error)
+        return shape(status_error(status, message))
+
+
+def _is_folder(route: Route) -> bool:
+    return len(route.path) > 1 and route.path.endswith("/")
+
+
+def _same(key: bytes, text: str) -> bool:
+    return hmac.compare_digest(key, text.encode())
