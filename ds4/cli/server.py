@@ -145,8 +145,9 @@ def _read_keys(file: Path) -> tuple[str, ...]:
 
 async def _serve(config: ServerConfig) -> None:
     from ds4.engine.engine import Engine
-    from ds4.server.app import App
+    from ds4.server.app import App, check_address
 
+    check_address(config.host, config.port)
     engine = Engine.open(config.engine)
     try:
         app = App(engine, config)
@@ -181,6 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 2)
     except (Ds4Error, OSError) as error:
         return _complain(error, 1)
+    except KeyboardInterrupt:  # before the server has its own handlers, while the model loads
+        return 130
     return 0
 
 

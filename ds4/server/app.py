@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import signal
+import socket
+from pathlib import Path
 
 from ds4.engine.types import EngineLike
 from ds4.errors import Ds4Error
@@ -30,6 +32,18 @@ _GIB = float(1 << 30)
 
 class BindError(Ds4Error):
     """The server cannot listen where it was told to."""
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises BindError when nothing can listen there: better told before a model is loaded than after."""
+    name = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise BindError(f"cannot listen on {host}:{port}: {_reason(error)}") from None
 
 
 class App:
@@ -62,7 +76,12 @@ class App:
         metrics = Metrics(config.engine.slots)
         self._scheduler = Scheduler(
             self.engine,
-            SchedulerConfig(slots=config.engine.slots, mixed_prefill_quantum=config.mixed_prefill_quantum),
+            SchedulerConfig(
+                slots=config.engine.slots,
+                # The memory plan counts on steps of this size.
+                prefill_quantum=config.engine.prefill_chunk,
+                mixed_prefill_quantum=min(config.mixed_prefill_quantum, config.engine.prefill_chunk),
+            ),
             bridge.deliver,
             observer=metrics,
         )
@@ -132,6 +151,7 @@ class App:
             f"{plan.state_bytes / _GIB:.2f} GiB + workspace {plan.workspace_bytes / _GIB:.2f} GiB "
             f"= {plan.total / _GIB:.2f} GiB of {plan.available_bytes / _GIB:.2f} GiB available",
         ]
+        lines.append(f"backend {self.engine.backend_name}, huge pages: {_huge_pages()}")
         if ctx > info.ctx_train:
             lines.append(f"warning: the model was trained on {info.ctx_train} tokens; beyond them it talks nonsense")
         if not config.loopback and not config.api_keys:
@@ -146,6 +166,16 @@ class App:
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.api_keys else ""
         body = json.dumps({"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32})
         return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+
+
+def _huge_pages(status: Path = Path("/proc/self/smaps_rollup")) -> str:
+    """Whether the system gave this process huge pages: weights are read about twice as fast from them."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return "unknown"
+    kib = next((int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:")), 0)
+    return f"{kib / (1 << 20):.2f} GiB" if kib else "no"
 
 
 def _reason(error: OSError) -> str:

@@ -18,7 +18,7 @@ import pytest
 
 from ds4.cli.server import main
 from ds4.engine.types import EngineConfig
-from ds4.server.app import App, BindError
+from ds4.server.app import App, BindError, check_address
 from ds4.server.config import ServerConfig
 from ds4.server.routes import local_path
 from ds4.testing import Script, ScriptedEngine
@@ -264,6 +264,7 @@ def test_startup_lines(serve: Serve) -> None:
     assert "context 32768 tokens" in text
     assert "3 sessions" in text
     assert "memory: weights" in text
+    assert "backend scripted, huge pages: " in text
     assert "listening on http://127.0.0.1:" in text
     assert "Authorization: Bearer YOUR_KEY" in lines[-1]
     assert "warning" not in text
@@ -292,6 +293,12 @@ def test_port_in_use() -> None:
         app = App(ScriptedEngine(), ServerConfig(port=port, engine=EngineConfig()))
         with pytest.raises(BindError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*[Aa]ddress already in use"):
             asyncio.run(app.start())
+        with pytest.raises(BindError, match="already in use"):
+            check_address("localhost", port)
+        assert main(["--port", str(port)]) == 1
+    check_address("127.0.0.1", port)
+    with pytest.raises(BindError, match=r"cannot listen on no\.such\.host\.invalid:1: "):
+        check_address("no.such.host.invalid", 1)
 
 
 def test_shutdown_lets_running_requests_finish(serve: Serve) -> None:

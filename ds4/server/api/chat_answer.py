@@ -121,6 +121,7 @@ class ChatAnswer:
         self._delta = self._envelope + b'{"index":0,"delta":'
         self._content = self._delta + b'{"content":"'
         self._reasoning = self._delta + b'{"reasoning_content":"'
+        self._plain_end = b'"}' + self._tail()
 
     def begin(self) -> bytes:
         return self._chunk({"role": "assistant"})
@@ -163,9 +164,9 @@ class ChatAnswer:
     def _event(self, event: Event) -> bytes:
         match event:
             case ContentDelta():
-                return sse_chunk(self._content, event.text, b'"}' + self._tail())
+                return sse_chunk(self._content, event.text, self._text_end())
             case ReasoningDelta():
-                return sse_chunk(self._reasoning, event.text, b'"}' + self._tail())
+                return sse_chunk(self._reasoning, event.text, self._text_end())
             case ToolCallStart():
                 self._call_ids.append(new_call_id())
                 return self._call(
@@ -191,6 +192,9 @@ class ChatAnswer:
 
     def _call(self, call: dict[str, object]) -> bytes:
         return self._chunk({"tool_calls": [call]})
+
+    def _text_end(self) -> bytes:
+        return b'"}' + self._tail() if self._style.logprobs else self._plain_end
 
     def _tail(self, finish_reason: str | None = None) -> bytes:
         """The end of a chunk, with the log-probabilities of the tokens sampled since the last one."""

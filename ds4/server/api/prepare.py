@@ -50,9 +50,7 @@ class Preparer:
         self._specials_in_text = specials_in_text
 
     async def prompt(self, conversation: Conversation) -> Prompt:
-        size = sum(len(m.content) + len(m.reasoning) for m in conversation.messages)
-        size += sum(len(tool.schema) for tool in conversation.tools)
-        if size <= _INLINE_CHARACTERS:
+        if _characters(conversation) <= _INLINE_CHARACTERS:
             return self._prompt(conversation)
         return await asyncio.to_thread(self._prompt, conversation)
 
@@ -112,3 +110,11 @@ class Preparer:
             code="context_length_exceeded",
             extra={"n_prompt_tokens": n_prompt, "n_ctx": self.n_ctx},
         )
+
+
+def _characters(conversation: Conversation) -> int:
+    """About as long as the prompt will be."""
+    size = sum(len(tool.schema) for tool in conversation.tools)
+    for message in conversation.messages:
+        size += len(message.content) + sum(len(call.arguments) for call in message.calls)
+    return size

@@ -1,0 +1,123 @@
+"""The whole server with the demo model: real tokens, real batching, real clients."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from ds4.engine.engine import Engine
+
+from ds4.engine.demo import demo_model_path
+from ds4.engine.types import EngineConfig
+from ds4.errors import ConfigError
+from ds4.server.config import ServerConfig
+from tests.support.running_server import RunningServer
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Count from one to ten.",
+    "Write a haiku about the sea.",
+    "Name three colours.",
+    "What is 2 + 2?",
+    "Why is the sky blue?",
+    "Translate 'good morning' into Spanish.",
+    "List two animals that can fly.",
+)
+N_CLIENTS = 16
+N_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    try:
+        demo_model_path()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    config = EngineConfig(ctx=1024, slots=N_CLIENTS, threads=2)
+    engine = Engine.open(config)
+    running = RunningServer(engine, ServerConfig(engine=config, port=0))
+    yield running
+    running.stop()
+    engine.close()
+
+
+def streamed(url: str, question: str, **fields: object) -> str:
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": N_TOKENS,
+        "stream": True,
+        **fields,
+    }
+    text = ""
+    with (
+        httpx.Client(timeout=240) as http,
+        http.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
+    ):
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line[6:])["choices"]
+                text += choices[0]["delta"].get("content", "") if choices else ""
+    return text
+
+
+def test_sdk_gets_a_sensible_answer(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            max_tokens=16,
+            logprobs=True,
+            top_logprobs=3,
+        )
+    choice = answer.choices[0]
+    assert "Paris" in (choice.message.content or "")
+    assert choice.logprobs is not None
+    tokens = choice.logprobs.content or []
+    assert "".join(t.token for t in tokens).startswith(choice.message.content or "?")
+    for token in tokens:
+        assert token.logprob <= 0
+        assert token.logprob == max(top.logprob for top in token.top_logprobs)
+
+
+def test_sixteen_streams_equal_single_runs(server: RunningServer) -> None:
+    """Greedy texts do not depend on who else is served: the same 16 requests, one by one and all at once."""
+    requests = [f"{QUESTIONS[i % len(QUESTIONS)]} (client {i})" for i in range(N_CLIENTS)]
+    alone = [streamed(server.url, request) for request in requests]
+    together: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        together[i] = streamed(server.url, requests[i])
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(N_CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together.get(i) for i in range(N_CLIENTS)] == alone
+    assert all(alone)
+    widths = server.http.get("/metrics").text
+    assert 'ds4_step_rows_bucket{le="8.0"}' in widths
+
+
+def test_same_seed_same_text(server: RunningServer) -> None:
+    fields = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
+    first = streamed(server.url, "Tell me something.", **fields)
+    assert streamed(server.url, "Tell me something.", **fields) == first
+    assert any(streamed(server.url, "Tell me something.", **{**fields, "seed": s}) != first for s in (6, 7))
+
+
+def test_second_turn_reuses_the_first(server: RunningServer) -> None:
+    history = [{"role": "user", "content": "Say hello."}]
+    body = {"messages": history, "temperature": 0, "max_tokens": 8}
+    first = server.http.post("/v1/chat/completions", json=body).json()
+    history += [first["choices"][0]["message"], {"role": "user", "content": "Again."}]
+    second = server.http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert second["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+    assert second["prompt_tokens"] > first["usage"]["prompt_tokens"]
