@@ -321,6 +321,10 @@ class ScriptedEngine:
             available_bytes=1 << 40,
         )
 
+    @property
+    def backend_name(self) -> str:
+        return "scripted"
+
     def new_session(self, ctx: int | None = None) -> ScriptedSession:
         session = ScriptedSession(
             len(self.sessions), ctx or self._config.ctx, rewinds=self._rewinds, chunk=self._config.prefill_chunk
