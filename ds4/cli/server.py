@@ -76,6 +76,23 @@ SERVER_FLAGS = (
     ),
     Flag(("--timings",), "timings", "put timings into every usage object", default=False, topic="api"),
     Flag(
+        ("--tool-memory-max-ids",),
+        "tool_memory_ids",
+        "tool calls whose exact text is remembered",
+        "N",
+        integer(1, 10**8),
+        100_000,
+        "api",
+    ),
+    Flag(
+        ("--disable-exact-tool-replay", "--disable-exact-dsml-tool-replay"),
+        "exact_tool_replay",
+        "render calls of the history anew",
+        default=True,
+        topic="api",
+        stores=False,
+    ),
+    Flag(
         ("--allow-special-in-text",),
         "allow_special_in_text",
         "let message text produce control tokens (unsafe)",

@@ -30,6 +30,8 @@ class ServerConfig:
     mixed_prefill_quantum: int = 128
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timings: bool = False
+    tool_memory_ids: int = 100_000
+    exact_tool_replay: bool = True
     allow_special_in_text: bool = False
     keepalive_seconds: float = 5.0
     drain_seconds: float = 30.0

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -25,6 +26,14 @@ from ds4.testing import Script, ScriptedEngine
 from tests.support.running_server import RunningServer, Serve
 
 CORS = "access-control-allow-origin"
+
+
+def running(response: httpx.Response) -> Iterator[bytes]:
+    """The rest of a stream whose generation has begun. Keep the iterator: without it the client hangs up."""
+    pieces = response.iter_raw()
+    while b'"content"' not in next(pieces):
+        pass
+    return pieces
 
 
 # ---- routes -----------------------------------------------------------------------------------------------------
@@ -198,9 +207,9 @@ def test_slots(serve: Serve) -> None:
     assert [(s["index"], s["request"], s["n_ctx"]) for s in idle] == [(i, None, engine.config.ctx) for i in range(3)]
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
     with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
-        pieces = response.iter_raw()
-        next(pieces)
+        pieces = running(response)
         busy = [s for s in server.http.get("/slots").json() if s["request"]]
+        del pieces
     assert len(busy) == 1
     assert busy[0]["request"].startswith("chatcmpl-")
 
@@ -306,9 +315,7 @@ def test_shutdown_lets_running_requests_finish(serve: Serve) -> None:
     server = serve(engine, slots=1)
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
     with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
-        pieces = response.iter_raw()
-        next(pieces)
-        engine.wait_for_steps(2)
+        pieces = running(response)
         server.request_stop()
         text = b"".join(pieces).decode()
     assert text.endswith("data: [DONE]\n\n")
@@ -322,8 +329,7 @@ def test_shutdown_out_of_time_is_an_error_event(serve: Serve) -> None:
     server = serve(engine, slots=1, drain_seconds=0.1)
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
     with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
-        pieces = response.iter_raw()
-        next(pieces)
+        pieces = running(response)
         server.request_stop()
         text = b"".join(pieces).decode()
     assert "event: error" in text
@@ -348,7 +354,11 @@ def test_queued_requests_are_refused_at_shutdown(serve: Serve) -> None:
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 20
-    while server.app._scheduler.n_queued == 0 and time.monotonic() < deadline:
+    scheduler = server.app._scheduler
+    while time.monotonic() < deadline:
+        busy = any(slot.request for slot in scheduler.slot_states())
+        if busy and scheduler.n_queued:
+            break
         time.sleep(0.005)
     server.request_stop()
     for thread in threads:
@@ -387,8 +397,7 @@ def test_signals(number: int) -> None:
         url = process.stdout.readline().strip()
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as response:
-            pieces = response.iter_raw()
-            next(pieces)
+            pieces = running(response)
             process.send_signal(number)
             with pytest.raises(httpx.ConnectError):
                 for _ in range(500):
@@ -397,6 +406,7 @@ def test_signals(number: int) -> None:
             assert process.poll() is None
             process.send_signal(number)
             assert process.wait(30) == 130
+            del pieces
     finally:
         process.kill()
         process.wait()

@@ -247,6 +247,30 @@ def test_timings_when_asked(serve: Serve) -> None:
     assert "timings" in serve("Hi.", timings=True).chat().json()["usage"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("exact", [True, False])
+def test_sampled_calls_are_replayed_exactly(serve: Serve, stream: bool, exact: bool) -> None:
+    sampled = "<tool_call>\n<function=bash>\n<parameter=n>\n 3 \n</parameter>\n</function>\n</tool_call>"
+    server = serve(sampled, "done", exact_tool_replay=exact)
+    response = server.chat("list", tools=[TOOL], stream=stream)
+    if stream:
+        deltas = [c["choices"][0]["delta"] for c in chunks(response)]
+        calls = [c for d in deltas for c in d.get("tool_calls", ())]
+        arguments = "".join(c["function"]["arguments"] for c in calls)
+        call = {**calls[0], "function": {"name": "bash", "arguments": arguments}}
+    else:
+        call = response.json()["choices"][0]["message"]["tool_calls"][0]
+    respelled = {**call, "function": {"name": "bash", "arguments": json.loads(call["function"]["arguments"])}}
+    history = (
+        {"role": "user", "content": "list"},
+        {"role": "assistant", "content": None, "tool_calls": [respelled]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "ok"},
+    )
+    prompt = prompt_of(server, *history, tools=[TOOL])
+    assert (sampled in prompt) is exact
+    assert "<function=bash>\n<parameter=n>" in prompt
+
+
 # ---- fields -----------------------------------------------------------------------------------------------------
 
 

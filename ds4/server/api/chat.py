@@ -253,7 +253,7 @@ async def chat_completions(service: Service, request: Request, responder: Respon
     body = service.body(request)
     chat = read_chat(body, service.config.sampling, service.preparer)
     service.unknown.note("chat", chat.unused)
-    prompt = await service.preparer.prompt(chat.conversation)
+    prompt = await service.prompt(chat.conversation)
     model = service.model_id if chat.model is None else chat.model
     style = new_style(
         model,
@@ -272,12 +272,12 @@ async def chat_completions(service: Service, request: Request, responder: Respon
         param="messages",
         received=request.received,
     )
-    answer = ChatAnswer(style, service.token_bytes)
+    answer = ChatAnswer(style, service.token_bytes, service.remember_call)
     await send(service, job, answer, responder, stream=chat.stream)
 
 
 async def apply_template(service: Service, request: Request, responder: Responder) -> None:
     """POST /apply-template: the prompt that a chat body renders to, as text and as tokens."""
     conversation, _ = read_conversation(service.body(request), service.preparer)
-    prompt = await service.preparer.prompt(conversation)
+    prompt = await service.prompt(conversation)
     responder.send(200, dumps({"prompt": prompt.rendered.text, "n_tokens": len(prompt.tokens)}) + b"\n")

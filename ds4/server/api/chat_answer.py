@@ -22,6 +22,7 @@ from ds4.server.types import (
     ReasoningDelta,
     SampledToken,
     ToolCallDelta,
+    ToolCallEnd,
     ToolCallStart,
 )
 
@@ -29,6 +30,8 @@ _LOWEST = -9999.0
 """JSON has no infinity: the log-probability of what cannot happen, as OpenAI writes it."""
 
 TokenBytes = Callable[[int], bytes]
+CallFinished = Callable[[str, bytes], None]
+"""Told the id that the client gets for a call, and the exact block that the call was sampled in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +114,10 @@ class ChatAnswer:
 
     keepalive = COMMENT
 
-    def __init__(self, style: ChatStyle, token_bytes: TokenBytes) -> None:
+    def __init__(self, style: ChatStyle, token_bytes: TokenBytes, call_finished: CallFinished) -> None:
         self._style = style
         self._token_bytes = token_bytes
+        self._call_finished = call_finished
         self._call_ids: list[str] = []
         self._pending: list[dict[str, object]] = []
         same = {"id": style.id, "object": "chat.completion.chunk", "created": style.created, "model": style.model}
@@ -143,6 +147,7 @@ class ChatAnswer:
             calls = []
             for call in collected.calls:
                 call_id = new_call_id()
+                self._call_finished(call_id, call.raw)
                 function = {"name": call.name, "arguments": call.arguments}
                 calls.append({"id": call_id, "type": "function", "function": function})
             message["tool_calls"] = calls
@@ -179,6 +184,8 @@ class ChatAnswer:
                 )
             case ToolCallDelta():
                 return self._call({"index": event.index, "function": {"arguments": event.arguments}})
+            case ToolCallEnd():
+                self._call_finished(self._call_ids[event.index], event.raw)
             case SampledToken():
                 self._pending.append(token_logprobs(event, self._token_bytes))
             case Finish():

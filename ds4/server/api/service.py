@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds4._json import Node, parse
 from ds4.engine.types import EngineLike
+from ds4.prompt.types import Conversation
 from ds4.server.api.common import UnknownFields
-from ds4.server.api.prepare import Preparer
+from ds4.server.api.prepare import Preparer, Prompt
 from ds4.server.config import ServerConfig
 from ds4.server.sse import KeepAlive
+from ds4.server.tool_memory import ToolMemory
 
 if TYPE_CHECKING:
     from ds4.server.bridge import Bridge
     from ds4.server.http import Request
     from ds4.server.metrics import Metrics
     from ds4.server.scheduler import Scheduler
+
+log = logging.getLogger("ds4.server")
 
 
 class Service:
@@ -36,6 +42,18 @@ class Service:
         self.keepalive = KeepAlive(config.keepalive_seconds)
         self.unknown = UnknownFields()
         self.token_bytes = engine.tokenizer.token_bytes
+        self.tool_memory = ToolMemory(max_ids=config.tool_memory_ids, enabled=config.exact_tool_replay)
+
+    async def prompt(self, conversation: Conversation) -> Prompt:
+        """The prompt of a conversation, with calls that were sampled here exactly as they were sampled."""
+        messages, replay = self.tool_memory.attach(conversation.messages)
+        if replay.missing_ids and self.tool_memory.enabled:
+            log.debug("%d calls of the history were not sampled here", replay.missing_ids)
+        return await self.preparer.prompt(replace(conversation, messages=messages))
+
+    def remember_call(self, call_id: str, block: bytes) -> None:
+        """The client knows a call that was sampled in `block` by this id."""
+        self.tool_memory.remember((call_id,), block)
 
     @staticmethod
     def body(request: Request) -> Node:
