@@ -686,6 +686,29 @@ def test_disconnect_stops_the_generation(serve: Serve) -> None:
     assert server.chat(max_tokens=2).json()["usage"]["completion_tokens"] == 2
 
 
+def test_disconnect_stops_a_generation_that_is_no_stream(serve: Serve) -> None:
+    """Nothing is written until the end, so only the connection itself can tell."""
+    server = serve(ScriptedEngine(Script.text("word ").endless().slow(0.005)), slots=1)
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, timeout=0.2)
+    assert server.chat(max_tokens=2).json()["usage"]["completion_tokens"] == 2
+
+
+def test_disconnect_of_a_queued_request(serve: Serve) -> None:
+    engine = ScriptedEngine(Script.text("word ").endless().slow(0.005))
+    server = serve(engine, slots=1)
+    body = {"messages": [{"role": "user", "content": "first"}], "stream": True}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        pieces = response.iter_raw()
+        while b'"content"' not in next(pieces):
+            pass
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post("/v1/chat/completions", json={"messages": body["messages"]}, timeout=0.2)
+        del pieces
+    assert server.chat("third", max_tokens=2).status_code == 200
+    assert [prompt.count("first") for prompt in engine.prompts] == [1, 0]
+
+
 def test_a_broken_call_is_never_executed(serve: Serve) -> None:
     broken = "<tool_call>\n<function=bash>\n<parameter=command>\nls\n</parameter>\n<oops"
     server = serve(Script.text(broken, 4))

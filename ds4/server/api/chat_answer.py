@@ -81,7 +81,8 @@ def timing_numbers(finish: Finish) -> dict[str, object]:
         "prompt_per_second": _rate(evaluated, finish.prefill_seconds),
         "predicted_n": finish.completion_tokens,
         "predicted_ms": round(finish.decode_seconds * 1e3, 3),
-        "predicted_per_second": _rate(finish.completion_tokens, finish.decode_seconds),
+        # The first token comes out of the prefill; the decode time is that of the others.
+        "predicted_per_second": _rate(max(0, finish.completion_tokens - 1), finish.decode_seconds),
         "ttft_ms": round(finish.ttft * 1e3, 3),
     }
 
