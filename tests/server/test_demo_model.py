@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from ds4.engine.engine import Engine
 
 from ds4.engine.demo import demo_model_path
+from ds4.engine.engine import Engine
 from ds4.engine.types import EngineConfig
 from ds4.errors import ConfigError
 from ds4.server.config import ServerConfig
@@ -66,21 +67,28 @@ def streamed(url: str, question: str, **fields: object) -> str:
     return text
 
 
-def test_sdk_gets_a_sensible_answer(server: RunningServer) -> None:
+def test_sdk_gets_the_reference_answer(server: RunningServer) -> None:
+    """Greedy text, prompt length and log-probabilities of a case whose margins are wide (float32 reference)."""
+    data = json.loads((Path(__file__).parent.parent / "data/smollm2/reference.json").read_text())
+    case = data["cases"]["code_chat"]
+    question = case["text"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
         answer = client.chat.completions.create(
             model="m",
-            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            messages=[{"role": "user", "content": question}],
             temperature=0,
-            max_tokens=16,
+            max_tokens=len(case["greedy_ids"]),
             logprobs=True,
             top_logprobs=3,
         )
     choice = answer.choices[0]
-    assert "Paris" in (choice.message.content or "")
+    assert choice.message.content == case["greedy_text"]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(case["prompt_ids"])
+    assert answer.usage.completion_tokens == len(case["greedy_ids"])
     assert choice.logprobs is not None
     tokens = choice.logprobs.content or []
-    assert "".join(t.token for t in tokens).startswith(choice.message.content or "?")
+    assert "".join(t.token for t in tokens) == case["greedy_text"]
     for token in tokens:
         assert token.logprob <= 0
         assert token.logprob == max(top.logprob for top in token.top_logprobs)
@@ -102,8 +110,9 @@ def test_sixteen_streams_equal_single_runs(server: RunningServer) -> None:
         thread.join()
     assert [together.get(i) for i in range(N_CLIENTS)] == alone
     assert all(alone)
-    widths = server.http.get("/metrics").text
-    assert 'ds4_step_rows_bucket{le="8.0"}' in widths
+    metrics = dict(line.rsplit(" ", 1) for line in server.http.get("/metrics").text.splitlines() if line[0] != "#")
+    narrow, steps = float(metrics['ds4_step_rows_bucket{le="8.0"}']), float(metrics["ds4_step_rows_count"])
+    assert narrow < steps, "no step had more than eight rows: nothing was batched"
 
 
 def test_same_seed_same_text(server: RunningServer) -> None:
