@@ -7,7 +7,7 @@ PORT   ?= 8000
 SLOTS  ?= 16
 ARGS   ?=
 
-SOURCES = $(wildcard ds4/*.pyx native/*.h native/*/*.h native/*/*.cpp) setup.py pyproject.toml
+SOURCES = $(wildcard ds4/*.pyx ds4/*.pxi native/*.h native/*/*.h native/*/*.cpp) setup.py pyproject.toml
 STAMP   = $(VENV)/.built
 TESTED  = $(VENV)/.test-deps
 
@@ -39,7 +39,7 @@ serve: $(STAMP)
 lint: $(TESTED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/cython-lint ds4/*.pyx
+	$(BIN)/cython-lint ds4/*.pyx ds4/*.pxi
 	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*.h native/*/*.h native/*/*.cpp)
 	$(BIN)/mypy
 

@@ -69,7 +69,13 @@ def native_sources() -> list[str]:
 def extensions() -> list[Extension]:
     only = {name for name in os.environ.get("DS4_ONLY", "").split(",") if name}
     modules = [
-        Extension(f"ds4.{name}", [f"ds4/{name}.pyx"], extra_compile_args=C_FLAGS, extra_link_args=LINK_FLAGS)
+        Extension(
+            f"ds4.{name}",
+            [f"ds4/{name}.pyx"],
+            depends=[f"ds4/{p.name}" for p in sorted((ROOT / "ds4").glob(f"{name}_*.pxi"))],
+            extra_compile_args=C_FLAGS,
+            extra_link_args=LINK_FLAGS,
+        )
         for name in ("_core", "_json", "_dsml", "_rax")
         if (ROOT / "ds4" / f"{name}.pyx").exists() and (not only or name in only)
     ]
