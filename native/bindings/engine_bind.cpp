@@ -7,14 +7,11 @@
 #include <algorithm>
 
 #include "bindings.h"
+#include "cpu/cpu.h"
 #include "quant/quant.h"
 #include "reference/faulty.h"
 #include "reference/reference.h"
 #include "session/session.h"
-#if __has_include("cpu/cpu.h")
-#include "cpu/cpu.h"
-#define DS4_HAVE_CPU 1
-#endif
 
 namespace ds4 {
 namespace py = pybind11;
@@ -47,8 +44,14 @@ std::vector<int32_t> token_ids(const py::handle& ids) {
     out.assign(array.data(), array.data() + array.size());
     return out;
   }
-  for (const py::handle item : py::reinterpret_borrow<py::object>(ids)) {
-    const py::object index = py::reinterpret_steal<py::object>(PyNumber_Index(item.ptr()));
+  const auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(ids.ptr(), "token ids are not a sequence"));
+  if (!fast) throw py::error_already_set();
+  const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast.ptr());
+  out.reserve(static_cast<size_t>(n));
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(fast.ptr(), i);
+    const py::object index = PyLong_CheckExact(item) ? py::reinterpret_borrow<py::object>(item)
+                                                     : py::reinterpret_steal<py::object>(PyNumber_Index(item));
     if (!index) throw py::error_already_set();
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
@@ -66,11 +69,10 @@ struct PyBackend {
 
 PyBackend open_backend(const std::string& kind, int threads, const std::string& isa, bool faulty) {
   std::unique_ptr<Ops> ops;
-  if (kind == "reference") ops = make_reference_ops();
-#ifdef DS4_HAVE_CPU
-  else if (kind == "cpu")
+  if (kind == "cpu")
     ops = make_cpu_ops(threads, isa);
-#endif
+  else if (kind == "reference")
+    ops = make_reference_ops();
   else
     throw Unsupported("backend '" + kind + "' is not in this build");
   std::shared_ptr<FaultPlan> plan;

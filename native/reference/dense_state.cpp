@@ -1,5 +1,6 @@
 #include "reference/dense_state.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "quant/quant.h"
@@ -39,9 +40,13 @@ void DenseState::reserve(int64_t tokens) {
 
 void DenseState::truncate(int64_t tokens) {
   if (tokens < 0) throw Invalid("truncate a state to " + std::to_string(tokens) + " tokens");
-  if (tokens >= reserved_) return;
+  if (tokens >= reserved_ && tokens > 0) return;
   for (Buffer& b : buffers_) {
-    if (b.spec.kind != StateKind::Append) continue;
+    if (b.spec.kind != StateKind::Append) {
+      // Before the first token a recurrence starts from zero.
+      if (tokens == 0) std::fill(b.bytes.begin(), b.bytes.end(), std::byte{});
+      continue;
+    }
     b.bytes.resize(b.row_bytes * static_cast<size_t>(rows_for(b.spec, tokens)));
     b.bytes.shrink_to_fit();
   }

@@ -25,7 +25,6 @@ from ds4.errors import (
     ModelFileError,
     UnsupportedModelError,
 )
-from tests.support.native_model import BACKENDS
 from tests.support.tiny_llama import TinyLlama
 
 GREEDY = SamplingParams(temperature=0)
@@ -105,7 +104,6 @@ def test_bad_configuration(gguf_file: Path, config: dict[str, Any], message: str
         ds4.load(gguf_file, no_such_option=1)
 
 
-@pytest.mark.skipif("cpu" not in BACKENDS, reason="no CPU kernels in this build")
 def test_bad_isa(gguf_file: Path) -> None:
     with pytest.raises(ConfigError, match="sse9"):
         open_engine(gguf_file, backend="cpu", isa="sse9")

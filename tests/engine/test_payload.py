@@ -56,7 +56,6 @@ def test_load_then_continue_equals_never_saved(model: ModelHandle, n: int) -> No
     assert np.array_equal(restored.logits(), straight.logits())
 
 
-@pytest.mark.skipif(len(BACKENDS) < 2, reason="one backend only")
 def test_payload_moves_between_backends() -> None:
     tokens = random_tokens(100, 3)
     first, second = (open_model(TinyLlama.make(layers=2), name)[0] for name in BACKENDS)

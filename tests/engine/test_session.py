@@ -97,7 +97,6 @@ def test_prefill_chunking_is_exact(model: ModelHandle) -> None:
         assert same(session.logits(), whole), cuts
 
 
-@pytest.mark.skipif("cpu" not in BACKENDS, reason="no CPU kernels in this build")
 @pytest.mark.parametrize("isa", ["auto", "scalar"])
 def test_thread_counts_are_equal(isa: str) -> None:
     tokens = random_tokens(70, 6)
@@ -105,7 +104,6 @@ def test_thread_counts_are_equal(isa: str) -> None:
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
-@pytest.mark.skipif("cpu" not in BACKENDS, reason="no CPU kernels in this build")
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_cpu_backend_is_close_to_the_reference(name: str) -> None:
     """Int8 activations: about 0.5 % relative error per matrix; bounded over the logits of 24 positions."""
