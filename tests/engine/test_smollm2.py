@@ -117,7 +117,6 @@ def test_reference_greedy_ids(exact: _cpu.Model, case: str) -> None:
     assert greedy(exact, REFERENCE[case]["prompt_ids"], len(ids)) == ids
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_reference_greedy_ids_to_the_end(exact: _cpu.Model, case: str) -> None:
     ids = REFERENCE[case]["greedy_ids"]
