@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ds4.server.http")
 
 _PIECE = 64 << 10
+_BLANKS = " \t"
 
 
 class _Refused(Exception):
@@ -63,14 +64,13 @@ class Connection(asyncio.Protocol):
         "_deadline",
         "_deaf",
         "_declined",
-        "_flow",
-        "_gone",
         "_head_fed",
         "_head_size",
         "_headers",
         "_held",
         "_in_head",
         "_last_read",
+        "_limits",
         "_loop",
         "_owe_continue",
         "_parser",
@@ -80,19 +80,22 @@ class Connection(asyncio.Protocol):
         "_refusal",
         "_replaying",
         "_request",
-        "_server",
         "_started",
         "_task",
         "_transport",
         "_url",
+        "flow",
+        "gone",
         "idle_since",
+        "server",
     )
 
     def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
-        self._server = server
+        self.server = server
+        self._limits = server.limits
         self._loop = loop
         self._transport: asyncio.Transport
-        self._flow: FlowControl
+        self.flow: FlowControl
         self._parser = httptools.HttpRequestParser(self)
         self._peer = ""
         self._queue: deque[tuple[Request | None, Refusal | None]] = deque()
@@ -100,7 +103,7 @@ class Connection(asyncio.Protocol):
         self._active: Responder | None = None
         self._task: asyncio.Task[None] | None = None
         self._pumping = False
-        self._gone = False
+        self.gone = False
         self._deaf = False
         self._closing = False
         self._deadline = 0.0
@@ -114,7 +117,7 @@ class Connection(asyncio.Protocol):
     def _reset(self) -> None:
         """Forgets the request being read."""
         self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._headers: dict[str, str] = {}
         self._head_size = 0
         self._head_fed = 0
         self._in_head = False
@@ -131,12 +134,12 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
         self._transport = transport  # type: ignore[assignment]
-        self._flow = FlowControl(self._transport)
-        self._transport.set_write_buffer_limits(high=self._server.limits.high_water)
+        self.flow = FlowControl(self._transport)
+        self._transport.set_write_buffer_limits(high=self._limits.high_water)
         peer = transport.get_extra_info("peername")
         self._peer = f"{peer[0]}:{peer[1]}" if peer else "-"
         self.idle_since = time.monotonic()
-        if not self._server.opened(self):
+        if not self.server.opened(self):
             self._deaf = True
             self._queue.append((None, Refusal(503, "too many connections", (("Retry-After", "1"),))))
             self._pump()
@@ -148,7 +151,7 @@ class Connection(asyncio.Protocol):
         if self._active is None and not self._queue and not self._held:
             self._parse(data)
             self._pump()
-        elif len(self._held) + len(data) <= self._server.limits.pipelined:
+        elif len(self._held) + len(data) <= self._limits.pipelined:
             self._held += data
         else:
             self._held.clear()
@@ -160,13 +163,13 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose()
-        self._server.closed(self)
+        self.server.closed(self)
 
     def pause_writing(self) -> None:
-        self._flow.pause()
+        self.flow.pause()
 
     def resume_writing(self) -> None:
-        self._flow.resume()
+        self.flow.resume()
         self._pump()
 
     # Parser callbacks
@@ -174,7 +177,6 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._replaying:
             return
-        self._reset()
         self._in_head = True
         self._started = self._last_read
         self.idle_since = 0.0
@@ -183,65 +185,57 @@ class Connection(asyncio.Protocol):
         if self._replaying:
             return
         self._url += url
-        self._count_head(len(url))
-        if len(self._url) > self._server.limits.target:
-            self._refuse(414, f"the request target is longer than {self._server.limits.target} bytes")
+        self._head_size += len(url)
+        if len(self._url) > self._limits.target:
+            self._refuse(414, f"the request target is longer than {self._limits.target} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._replaying:
             return
-        self._count_head(len(name) + len(value) + 4)
-        if self._in_head:
-            self._headers.append((name, value))
-            if len(self._headers) > self._server.limits.headers:
-                self._refuse(431, f"more than {self._server.limits.headers} header fields")
+        size = self._head_size = self._head_size + len(name) + len(value) + 4
+        if size > self._limits.head:
+            self._refuse(431, f"the head is larger than {self._limits.head} bytes")
+        if not self._in_head:
+            return
+        key = _NAMES.get(name) or _name(name)
+        headers = self._headers
+        if key in headers:
+            if key == "host":
+                self._refuse(400, "bad HTTP request: more than one Host header")
+            headers[key] = f"{headers[key]}, {value.decode('latin-1').strip(_BLANKS)}"
+        else:
+            headers[key] = value.decode("latin-1").strip(_BLANKS)
 
     def on_headers_complete(self) -> None:
         if self._replaying:
             return
         self._in_head = False
         self._request = request = self._build_request()
-        server = self._server
         headers = request.headers
-        length = int(headers.get("content-length", "0"))
-        chunked = "transfer-encoding" in headers
-        refusal = None
-        if length > server.limits.body:
-            refusal = Refusal(413, f"the body of {length} bytes is larger than {server.limits.body}")
-        elif chunked and (request.version == "1.0" or headers["transfer-encoding"].lower() != "chunked"):
-            # RFC 9112 section 6.1: a coding that is not understood is 501; HTTP/1.0 has none.
-            status = 400 if request.version == "1.0" else 501
-            refusal = Refusal(status, "bad HTTP request: unsupported Transfer-Encoding")
-        elif request.method == "CONNECT":
-            refusal = Refusal(405, "CONNECT is not supported", (("Allow", "GET, HEAD, POST, OPTIONS"),))
-        elif server.shutting_down:
-            refusal = Refusal(503, "server shutting down", (("Retry-After", "5"),))
-        elif headers.get("expect", "100-continue").lower() != "100-continue":
-            refusal = Refusal(417, "the only supported expectation is 100-continue")
-        elif request.method != "OPTIONS":
-            refusal = self._check_coding(headers.get("content-encoding", ""))
-            if refusal is None:
-                refusal = server.ask_gate(request)
-        if refusal is not None and (length or chunked or request.method == "CONNECT"):
-            raise self._refused(refusal)
-        self._owe_continue = bool(length or chunked) and "expect" in headers and request.version == "1.1"
-        self._declined = bool(length or chunked) and bool(self._parser.should_upgrade())
-        self._refusal = refusal
+        length = headers.get("content-length")
+        has_body = (length is not None and length != "0") or "transfer-encoding" in headers
+        refusal = self._check_head(request, int(length) if length else 0)
+        if refusal is not None:
+            if has_body or request.method == "CONNECT":
+                raise self._refused(refusal)
+            self._refusal = refusal
+        elif has_body:
+            self._owe_continue = "expect" in headers and request.version == "1.1"
+            self._declined = "upgrade" in headers and bool(self._parser.should_upgrade())
 
     def on_body(self, data: bytes) -> None:
         self._owe_continue = False
-        size = self._body_size = self._body_size + len(data)
-        server = self._server
-        if size > server.limits.body:
-            self._refuse(413, f"the body is larger than {server.limits.body} bytes")
-        self._charge(len(data))
+        piece = len(data)
+        size = self._body_size = self._body_size + piece
+        if size > self._limits.body:
+            self._refuse(413, f"the body is larger than {self._limits.body} bytes")
+        self._charge(piece)
         # Pieces of a byte or two would cost a hundred times their size as a list of objects.
-        if size == len(data):
+        if size == piece:
             self._body = data
-        elif isinstance(self._body, bytearray):
-            self._body += data
         else:
-            self._body = bytearray(self._body)
+            if isinstance(self._body, bytes):
+                self._body = bytearray(self._body)
             self._body += data
 
     def on_message_complete(self) -> None:
@@ -264,94 +258,121 @@ class Connection(asyncio.Protocol):
     def _refuse(self, status: int, message: str) -> None:
         raise self._refused(Refusal(status, message))
 
-    def _count_head(self, size: int) -> None:
-        self._head_size += size
-        if self._head_size > self._server.limits.head:
-            self._refuse(431, f"the head is larger than {self._server.limits.head} bytes")
-
     def _charge(self, size: int) -> None:
         """Counts body bytes that this connection makes the process hold, until its response is finished."""
         self._charged += size
-        self._server.body_bytes += size
-        if self._server.body_bytes > self._server.limits.body_total:
+        self.server.body_bytes += size
+        if self.server.body_bytes > self._limits.body_total:
             raise self._refused(Refusal(503, "too many large requests at once", (("Retry-After", "1"),)))
 
     def _build_request(self) -> Request:
         parser = self._parser
+        limits = self._limits
+        headers = self._headers
         version = parser.get_http_version()
-        if version not in ("1.1", "1.0"):
+        if version != "1.1" and version != "1.0":
             self._refuse(505, "only HTTP/1.1 and HTTP/1.0 are supported")
-        headers: dict[str, str] = {}
-        for raw_name, raw_value in self._headers:
-            name = _name(raw_name)
-            value = raw_value.decode("latin-1").strip(" \t")
-            if name in headers:
-                if name == "host":
-                    self._refuse(400, "bad HTTP request: more than one Host header")
-                value = f"{headers[name]}, {value}"
-            headers[name] = value
+        if len(headers) > limits.headers:
+            self._refuse(431, f"more than {limits.headers} header fields")
         target = self._url.decode("latin-1")
         authority = ""
-        if not target.startswith("/") and "://" in target:
+        if target[0] != "/" and "://" in target:
             # Absolute form (RFC 9112 section 3.2.2): its authority takes the place of Host.
             authority, slash, rest = target.partition("://")[2].partition("/")
             target = slash + rest or "/"
-        raw_path, _, query = target.partition("?")
-        if len(raw_path) > self._server.limits.path:
-            self._refuse(414, f"the path is longer than {self._server.limits.path} bytes")
+        path, _, query = target.partition("?")
+        if len(path) > limits.path:
+            self._refuse(414, f"the path is longer than {limits.path} bytes")
         method = parser.get_method().decode("latin-1")
-        refusal = self._server.policy.refusal(headers, version, authority, preflight=method == "OPTIONS")
+        refusal = self.server.policy.refusal(headers, version, authority, method)
         if refusal is not None:
-            raise self._refused(Refusal(*refusal))
+            self._refuse(*refusal)
         head = method == "HEAD"
-        path = unquote(raw_path) if "%" in raw_path else raw_path
-        keep_alive = bool(parser.should_keep_alive()) and not self._server.shutting_down
         return Request(
-            "GET" if head else method, path, query, headers, b"", self._peer, 0.0, raw_path, version, keep_alive, head
+            "GET" if head else method,
+            unquote(path) if "%" in path else path,
+            query,
+            headers,
+            b"",
+            self._peer,
+            0.0,
+            path,
+            version,
+            parser.should_keep_alive() and not self.server.shutting_down,
+            head,
         )
 
-    @staticmethod
-    def _check_coding(header: str) -> Refusal | None:
-        if header:
+    def _check_head(self, request: Request, length: int) -> Refusal | None:
+        """What can be refused before the body is read: its size, what it asks of us, and what the gate says."""
+        server = self.server
+        headers = request.headers
+        if length > self._limits.body:
+            return Refusal(413, f"the body of {length} bytes is larger than {self._limits.body}")
+        if "transfer-encoding" in headers:
+            # RFC 9112 section 6.1: a coding that is not understood is 501; HTTP/1.0 has none.
+            if request.version == "1.0":
+                return Refusal(400, "bad HTTP request: HTTP/1.0 has no Transfer-Encoding")
+            if headers["transfer-encoding"].lower() != "chunked":
+                return Refusal(501, "the only supported Transfer-Encoding is chunked")
+        if request.method == "CONNECT":
+            return Refusal(405, "CONNECT is not supported", (("Allow", "GET, HEAD, POST, OPTIONS"),))
+        if server.shutting_down:
+            return Refusal(503, "server shutting down", (("Retry-After", "5"),))
+        if "expect" in headers and headers["expect"].lower() != "100-continue":
+            return Refusal(417, "the only supported expectation is 100-continue")
+        if request.method == "OPTIONS":
+            return None
+        if "content-encoding" in headers:
             try:
-                coding.coding_of(header)
+                coding.coding_of(headers["content-encoding"])
             except coding.CodingError as error:
                 return Refusal(error.status, str(error), (("Accept-Encoding", coding.ACCEPTED),))
-        return None
+        return server.ask_gate(request) if server.gate is not None else None
 
     # Reading
 
     def _parse(self, data: bytes | bytearray) -> None:
         """Feeds the parser piece by piece, and stops (holding the rest) once there is a request to answer."""
+        if len(data) <= _PIECE:
+            rest = self._feed(data)
+            if rest:
+                self._held += rest
+            return
         view = memoryview(data)
         while view and not self._deaf:
             if self._queue:
                 self._held += view
                 return
             piece, view = view[:_PIECE], view[_PIECE:]
-            body_before = self._body_size
-            try:
-                self._parser.feed_data(piece)
-            except httptools.HttpParserUpgrade as upgrade:
-                # We speak no other protocol: an upgrade is declined by going on (RFC 9110 section 7.8).
-                self._resume_parser()
-                self._held += piece[upgrade.args[0] :]
+            rest = self._feed(piece)
+            if rest:
+                self._held += rest
                 self._held += view
                 return
-            except httptools.HttpParserCallbackError:
-                if self._refusal is None:
-                    log.exception("a parser callback failed")
-                self._fail(self._refusal or Refusal(500, "internal server error"))
-                return
-            except httptools.HttpParserError as error:
-                if not self._deaf:
-                    self._fail(Refusal(400, f"bad HTTP request: {error}"))
-                return
+
+    def _feed(self, piece: bytes | bytearray | memoryview) -> bytes | bytearray | memoryview:
+        """Gives one piece to the parser; returns what a new parser has to begin with."""
+        body_before = self._body_size
+        try:
+            self._parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            # We speak no other protocol: an upgrade is declined by going on (RFC 9110 section 7.8).
+            self._resume_parser()
+            return piece[upgrade.args[0] :]
+        except httptools.HttpParserCallbackError:
+            if self._refusal is None:
+                log.exception("a parser callback failed")
+            self._fail(self._refusal or Refusal(500, "internal server error"))
+        except httptools.HttpParserError as error:
+            if not self._deaf:
+                self._fail(Refusal(400, f"bad HTTP request: {error}"))
+        else:
             if self._in_head or (self._request is not None and self._body_size == body_before):
                 # An unfinished header line, chunk extension or trailer is held by the parser, unseen by us.
                 self._head_fed += len(piece)
-                if self._head_fed > self._server.limits.head + _PIECE:
-                    self._fail(Refusal(431, f"the head is larger than {self._server.limits.head} bytes"))
+                if self._head_fed > self._limits.head + _PIECE:
+                    self._fail(Refusal(431, f"the head is larger than {self._limits.head} bytes"))
+        return b""
 
     def _resume_parser(self) -> None:
         """Goes on after a request that asked for another protocol.
@@ -389,26 +410,29 @@ class Connection(asyncio.Protocol):
             return
         self._pumping = True
         try:
-            while self._active is None and not self._closing and not self._flow.paused:
+            while self._active is None and not self._closing and not self.flow.paused:
                 if self._queue:
                     self._begin(*self._queue.popleft())
                 elif self._held and not self._deaf:
                     held, self._held = self._held, bytearray()
                     self._parse(held)
                 else:
+                    self._rest()
                     break
         finally:
             self._pumping = False
-        if self._active is None and not self._closing and not self._queue:
-            if self._owe_continue:
-                self._owe_continue = False
-                self._flow.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            if self._deaf and not self._flow.paused:
-                self._linger()
-            elif self._started == 0.0 and not self.idle_since:
-                self.idle_since = time.monotonic()
-                if self._server.shutting_down:
-                    self.close_if_idle()
+
+    def _rest(self) -> None:
+        """Everything that came is answered."""
+        if self._deaf:
+            self._linger()
+        elif self._owe_continue:
+            self._owe_continue = False
+            self.flow.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._started == 0.0 and not self.idle_since:
+            self.idle_since = time.monotonic()
+            if self.server.shutting_down:
+                self.close_if_idle()
 
     def _begin(self, request: Request | None, refusal: Refusal | None) -> None:
         self.idle_since = 0.0
@@ -423,7 +447,7 @@ class Connection(asyncio.Protocol):
             self._start_task(self._decode_and_handle(request, responder), responder)
         else:
             try:
-                answer = self._server.handler(request, responder)
+                answer = self.server.handler(request, responder)
             except Exception:
                 self._handler_failed(responder)
                 return
@@ -437,13 +461,12 @@ class Connection(asyncio.Protocol):
             self._task = task
 
     async def _decode_and_handle(self, request: Request, responder: Responder) -> None:
-        limits = self._server.limits
         try:
             name = coding.coding_of(request.headers["content-encoding"])
             if name:
                 before = len(request.body)
                 # Expanding 64 MiB takes a tenth of a second and more, which nobody else shall wait for.
-                decoded = await self._loop.run_in_executor(None, coding.decode, name, request.body, limits.body)
+                decoded = await self._loop.run_in_executor(None, coding.decode, name, request.body, self._limits.body)
                 request.body = decoded
                 self._charge(len(decoded) - before)
         except coding.CodingError as error:
@@ -453,10 +476,10 @@ class Connection(asyncio.Protocol):
             assert self._refusal is not None
             responder.refuse(self._refusal)
             return
-        if self._gone:
+        if self.gone:
             return
         try:
-            answer = self._server.handler(request, responder)
+            answer = self.server.handler(request, responder)
         except Exception:
             self._handler_failed(responder)
             return
@@ -475,7 +498,7 @@ class Connection(asyncio.Protocol):
         except Exception:
             self._handler_failed(responder)
         else:
-            if not responder.finished and not self._gone:
+            if not responder.finished and not self.gone:
                 log.error("%s %s: the handler ended without a whole response", *_loggable(responder.request))
                 responder.fail()
 
@@ -492,10 +515,10 @@ class Connection(asyncio.Protocol):
         request = responder.request
         self._active = None
         self._task = None
-        self._server.body_bytes -= self._charged
+        self.server.body_bytes -= self._charged
         self._charged = 0
-        self._server.answered(request, responder.status, reason)
-        if self._gone or self._closing:
+        self.server.answered(request, responder.status, reason)
+        if self.gone or self._closing:
             return
         if responder.closes:
             self._deaf = True
@@ -505,23 +528,10 @@ class Connection(asyncio.Protocol):
             self._started = self._last_read = time.monotonic()
         self._pump()
 
-    def write(self, data: bytes) -> None:
-        if self._gone:
-            return
-        self._flow.write(data)
-        if self._flow.paused and self._flow.unsent() > self._server.limits.unsent:
+    def check_unsent(self) -> None:
+        """Called after a write above the high-water mark: bounds what a writer that never drains can pile up."""
+        if self.flow.unsent() > self._limits.unsent:
             self.abort("the client reads too slowly")
-
-    async def drain(self) -> None:
-        await self._flow.drain()
-
-    @property
-    def gone(self) -> bool:
-        return self._gone
-
-    @property
-    def server(self) -> HttpServer:
-        return self._server
 
     # Ending
 
@@ -529,7 +539,7 @@ class Connection(asyncio.Protocol):
         """Closes our half and reads on for a while: closing with unread bytes would reset, and lose the answer."""
         self._closing = True
         self._deaf = True
-        self._deadline = time.monotonic() + self._server.limits.linger
+        self._deadline = time.monotonic() + self._limits.linger
         if self._transport.can_write_eof():
             self._transport.write_eof()
         else:
@@ -548,35 +558,35 @@ class Connection(asyncio.Protocol):
 
     def _lose(self, reason: str = "client disconnected") -> None:
         """The peer is gone: whoever works for it is told at once."""
-        if self._gone:
+        if self.gone:
             return
-        self._gone = self._deaf = self._closing = True
+        self.gone = self._deaf = self._closing = True
         self._queue.clear()
         self._held.clear()
-        self._flow.lose()
+        self.flow.lose()
         responder, task = self._active, self._task
-        self._server.body_bytes -= self._charged
+        self.server.body_bytes -= self._charged
         self._charged = 0
         if responder is not None:
             if task is not None and not task.done():
-                self._server.orphaned(task)
+                self.server.orphaned(task)
             responder.lose(reason)
 
     def check_deadlines(self, now: float) -> None:
         """Called by the server's one timer."""
-        limits = self._server.limits
-        if self._gone:
+        limits = self._limits
+        if self.gone:
             return
-        if self._flow.stalled(now, limits.stall_timeout):
+        if self.flow.stalled(now, limits.stall_timeout):
             self.abort("the client stopped reading")
         elif self._closing:
             # A response still on its way out is the stall check's business.
-            if now > self._deadline and not self._flow.unsent():
+            if now > self._deadline and not self.flow.unsent():
                 self._transport.abort()
         elif self._active is not None or self._queue:
             return
         elif self.idle_since:
-            if now - self.idle_since > limits.idle_timeout and not self._flow.unsent():
+            if now - self.idle_since > limits.idle_timeout and not self.flow.unsent():
                 self.close_if_idle()
         elif self._started and (
             now - self._last_read > limits.read_timeout

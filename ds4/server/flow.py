@@ -18,10 +18,12 @@ class FlowControl:
     little about that, for the kernel holds megabytes and asks for more only when a third of them is gone.
     """
 
-    __slots__ = ("_lost", "_mark", "_mark_time", "_transport", "_waiters", "paused", "written")
+    __slots__ = ("_lost", "_mark", "_mark_time", "_transport", "_waiters", "paused", "put", "written")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self.put = transport.write
+        """The transport's `write`; whoever calls it adds to `written`."""
         self._waiters: list[asyncio.Future[None]] = []
         self._lost = False
         self._mark = -1
@@ -32,7 +34,7 @@ class FlowControl:
     def write(self, data: bytes) -> None:
         """Hands bytes to the transport, which sends what it can now or at the end of the loop's iteration."""
         self.written += len(data)
-        self._transport.write(data)
+        self.put(data)
 
     def unsent(self) -> int:
         """Bytes that the kernel has not taken yet."""

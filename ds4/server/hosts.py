@@ -48,7 +48,7 @@ class HostPolicy:
         self._known: set[str] = set()
 
     def refusal(
-        self, headers: Mapping[str, str], version: str, authority: str = "", *, preflight: bool = False
+        self, headers: Mapping[str, str], version: str, authority: str = "", method: str = "GET"
     ) -> tuple[int, str] | None:
         """None, or the (status, message) to refuse with. `authority` is that of an absolute-form target.
 
@@ -61,13 +61,13 @@ class HostPolicy:
         if not self._checked:
             return None
         host = authority or host
-        if host is not None and host not in self._known:
+        if host not in self._known and host is not None:
             if host_name(host) not in self._names:
                 return 403, f"Host {host[:80]!r} is not a name of this server; --allowed-host adds one"
             if len(self._known) < 64:
                 self._known.add(host)
-        if not self._cors and not preflight and (origin := headers.get("origin")) is not None and self._foreign(origin):
-            return 403, f"Origin {origin[:80]!r} is not allowed; --cors allows requests from web pages"
+        if "origin" in headers and not self._cors and method != "OPTIONS" and self._foreign(headers["origin"]):
+            return 403, f"Origin {headers['origin'][:80]!r} is not allowed; --cors allows requests from web pages"
         return None
 
     def _foreign(self, origin: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ds4.server.message import Refusal, Request, header_lines
@@ -13,20 +13,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ds4.server.http")
 
+_SMALL = 2048
+_CHUNK_HEADS = [b"%x\r\n" % size for size in range(_SMALL)]
+
 
 class Responder:
     """The answer to one request: `send` it whole, or `start` a stream. A second answer is a RuntimeError."""
 
-    __slots__ = ("_callbacks", "_connection", "_stream", "closes", "finished", "request", "status")
+    __slots__ = ("_callbacks", "_connection", "closes", "finished", "request", "status")
 
     def __init__(self, connection: Connection, request: Request) -> None:
         self._connection = connection
         self._callbacks: list[Callable[[], None]] = []
-        self._stream: Stream | None = None
         self.request = request
         self.status = 0
         """The status sent, 0 before."""
         self.finished = False
+        """The response has its end, or nobody waits for one any more."""
         self.closes = not request.keep_alive
         """The connection ends after this response."""
 
@@ -58,9 +61,13 @@ class Responder:
         """The whole response, with its length. `reason` says in the log why it is an error."""
         more = header_lines(headers) if headers else b""
         first, last = self._head(status, content_type)
-        self._connection.write(
-            b"%bContent-Length: %d\r\n%b%b\r\n%b" % (first, len(body), last, more, b"" if self.request.head else body)
-        )
+        if self.finished:
+            return
+        sent = b"" if self.request.head else body
+        data = b"%bContent-Length: %d\r\n%b%b\r\n%b" % (first, len(body), last, more, sent)
+        flow = self._connection.flow
+        flow.written += len(data)
+        flow.put(data)
         self.end(reason)
 
     def refuse(self, refusal: Refusal) -> None:
@@ -81,9 +88,9 @@ class Responder:
         framing = b"Transfer-Encoding: chunked\r\n" if chunked else b""
         more = header_lines(headers)
         first, last = self._head(status, content_type)
-        self._connection.write(b"%b%b%b%b\r\n" % (first, framing, last, more))
-        self._stream = Stream(self, self._connection, chunked, self.request.head)
-        return self._stream
+        if not self.finished:
+            self._connection.flow.write(b"%b%b%b%b\r\n" % (first, framing, last, more))
+        return Stream(self, self._connection, chunked, self.request.head)
 
     def _head(self, status: int, content_type: str) -> tuple[bytes, bytes]:
         if self.status:
@@ -122,18 +129,20 @@ class Responder:
 
     def end(self, reason: str = "") -> None:
         self.finished = True
-        self._callbacks.clear()
+        if self._callbacks:
+            self._callbacks.clear()
         self._connection.ended(self, reason)
 
 
 class Stream:
     """The body of a response, piece by piece. After a disconnect writing has no effect, and `drain` raises."""
 
-    __slots__ = ("_chunked", "_connection", "_mute", "_responder", "closed")
+    __slots__ = ("_chunked", "_connection", "_flow", "_mute", "_responder", "closed")
 
     def __init__(self, responder: Responder, connection: Connection, chunked: bool, mute: bool) -> None:
         self._responder = responder
         self._connection = connection
+        self._flow = connection.flow
         self._chunked = chunked
         self._mute = mute
         self.closed = False
@@ -144,15 +153,30 @@ class Stream:
 
     def write(self, data: bytes) -> None:
         """Never blocks. Raises RuntimeError after `close`. More than `Limits.unsent` unsent cuts the connection."""
+        self.write_parts(len(data), data)
+
+    def write_parts(self, size: int, *parts: bytes) -> None:
+        """`write` of several parts as one piece (one chunk); `size` is the sum of their lengths."""
         if self.closed:
             raise RuntimeError("write after close")
-        if not data or self._mute:
+        connection = self._connection
+        # An empty chunk would end the body.
+        if not size or self._mute or connection.gone:
             return
-        self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        if self._chunked:
+            head = _CHUNK_HEADS[size] if size < _SMALL else b"%x\r\n" % size
+            data = b"".join((head, *parts, b"\r\n"))
+        else:
+            data = b"".join(parts)
+        flow = self._flow
+        flow.written += len(data)
+        flow.put(data)
+        if flow.paused:
+            connection.check_unsent()
 
-    async def drain(self) -> None:
+    def drain(self) -> Awaitable[None]:
         """Waits while the client reads more slowly than we write. Raises ClientDisconnected."""
-        await self._connection.drain()
+        return self._flow.drain()
 
     def close(self) -> None:
         """The body is complete. A second call does nothing."""
@@ -162,9 +186,8 @@ class Stream:
         if self._responder.finished:
             return
         if self._chunked and not self._mute:
-            self._connection.write(b"0\r\n\r\n")
-        if not self._responder.finished:
-            self._responder.end()
+            self._flow.write(b"0\r\n\r\n")
+        self._responder.end()
 
     def abort(self, reason: str = "aborted") -> None:
         """Breaks off without an end mark: the client sees an incomplete body."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from ds4.server.http import Responder, Stream
 
@@ -18,6 +18,7 @@ log = logging.getLogger("ds4.server.sse")
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 
+_DATA = b"data: "
 _HEADS: dict[str, bytes] = {}
 
 
@@ -33,13 +34,16 @@ def _head(event: str) -> bytes:
     return head
 
 
+def _fold(data: bytes) -> bytes:
+    """Line breaks become further `data:` lines."""
+    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").replace(b"\n", b"\ndata: ")
+
+
 def frame(data: bytes, event: str | None = None) -> bytes:
     """One event as bytes. `data` is usually JSON on one line; line breaks in it become further `data:` lines."""
     if b"\n" in data or b"\r" in data:
-        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").replace(b"\n", b"\ndata: ")
-    if event is None:
-        return b"data: %b\n\n" % data
-    return b"%b%b\n\n" % (_head(event), data)
+        data = _fold(data)
+    return b"%b%b\n\n" % (_DATA if event is None else _head(event), data)
 
 
 class EventStream:
@@ -83,16 +87,19 @@ class EventStream:
     def send(self, data: bytes, event: str | None = None) -> None:
         """One event. Never blocks; see `drain`."""
         self.quiet = 0
-        self._stream.write(frame(data, event))
+        head = _DATA if event is None else _HEADS.get(event) or _head(event)
+        if b"\n" in data or b"\r" in data:
+            data = _fold(data)
+        self._stream.write_parts(len(head) + len(data) + 2, head, data, b"\n\n")
 
     def send_many(self, events: Iterable[bytes]) -> None:
         """Events framed already (`frame`), in one chunk."""
         self.quiet = 0
         self._stream.write(b"".join(events))
 
-    async def drain(self) -> None:
+    def drain(self) -> Awaitable[None]:
         """Waits while the client reads more slowly than we write. Raises ClientDisconnected."""
-        await self._stream.drain()
+        return self._stream.drain()
 
     def done(self) -> None:
         """`[DONE]`, and the end of the stream."""
