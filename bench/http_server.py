@@ -9,7 +9,8 @@ machine that others use too. The wall-clock figure stands beside it.
 
 Cases: POST of a 1 KiB JSON body, answered with its length; event streams of 258-byte events to 16 and to 256
 clients at once, one event per stream and turn of the loop, as a batch decoder makes them. Every server runs one
-coroutine per request. `ds4 (function)` is our server with a handler that answers at once and needs no task.
+coroutine per request. `ds4 (function)` is our server without: a handler that answers at once, and one producer that
+pushes to all streams, which ASGI has no way to do.
 `uvicorn` is a bare ASGI callable under uvicorn, `starlette` the same routes in Starlette under uvicorn. `--check`
 exits with 1 when a target (against Starlette) is missed.
 """
@@ -91,11 +92,27 @@ def serve_ds4(port: int, as_function: bool) -> None:
             await asyncio.sleep(0)
         events.done()
 
-    def function(request: Request, responder: Responder) -> Any:
+    waiting: list[EventStream] = []
+
+    async def push(streams: list[EventStream], count: int) -> None:
+        for _ in range(count):
+            for events in streams:
+                events.send(EVENT)
+            await asyncio.sleep(0)
+        for events in streams:
+            events.done()
+
+    def function(request: Request, responder: Responder) -> None:
         if request.path == "/len":
             responder.send(200, b'{"n":%d}' % len(request.body))
-            return None
-        return coroutine(request, responder)
+            return
+        count, wanted = numbers(request.query)
+        waiting.append(EventStream.start(responder))
+        if len(waiting) == wanted:
+            streams, waiting[:] = list(waiting), []
+            pushing.append(asyncio.get_running_loop().create_task(push(streams, count)))
+
+    pushing: list[asyncio.Task[None]] = []
 
     async def main() -> None:
         nonlocal gate

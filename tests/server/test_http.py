@@ -66,6 +66,12 @@ class Router:
             raise ValueError("secret detail")
         elif path == "/nothing":
             pass
+        elif path == "/short":
+            stream = responder.start()
+            stream.write(b"short")
+            await stream.drain()
+            stream.close()
+            stream.close()
         elif path == "/big":
             responder.send(200, b"y" * (8 << 20), "text/plain")
         else:
@@ -211,8 +217,9 @@ def test_head_is_get_without_body():
             assert reply.headers["content-length"] == str(len(b"GET /x ? 0 "))
             # What follows is the next response, so there was no body.
             assert (await client.ask(get("/y"))).body == b"GET /y ? 0 "
-            await client.send(get("/half-boom").replace(b"GET", b"HEAD"))
+            await client.send(get("/short").replace(b"GET", b"HEAD"))
             assert (await client.head())[1]["transfer-encoding"] == "chunked"
+            assert (await client.ask(get("/short"))).body == b"short"
 
     run(main)
 
@@ -507,6 +514,26 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read():
     run(main)
 
 
+def test_a_client_that_reads_only_after_sending_gets_the_refusal():
+    """Closing with unread bytes in the socket would reset the connection under the client's feet."""
+
+    async def main():
+        async with undisturbed(replace(FAST, linger=10)) as (wire, _):
+
+            def talk() -> bytes:
+                with socket.create_connection((wire.server.host, wire.server.port), timeout=10) as sock:
+                    sock.sendall(P + b"Content-Length: 20000000\r\n\r\n")
+                    for _ in range(20):
+                        sock.sendall(b"x" * 1_000_000)
+                        time.sleep(0.005)
+                    return sock.recv(65536)
+
+            answer = await asyncio.get_running_loop().run_in_executor(None, talk)
+            assert answer.startswith(b"HTTP/1.1 413 ")
+
+    run(main)
+
+
 def test_bodies_of_all_connections_together_are_bounded():
     async def main():
         async with undisturbed(replace(FAST, body_total=1 << 20, read_timeout=5, request_timeout=5)) as (wire, _):
@@ -675,7 +702,7 @@ def test_a_dribbling_body_meets_a_deadline():
 @pytest.mark.parametrize("start", [b"GET / HT", P + b"Content-Length: 10\r\n\r\nhalf"])
 def test_a_silent_sender_meets_the_read_timeout(start: bytes):
     async def main():
-        limits = replace(FAST, head_timeout=20, request_timeout=20)
+        limits = replace(FAST, head_timeout=60, request_timeout=60)
         async with undisturbed(limits) as (wire, _):
             client = await wire.connect()
             assert (await client.ask(start)).status == 408
@@ -784,6 +811,19 @@ def test_a_handler_that_ignores_the_disconnect_is_cancelled():
             await asyncio.sleep(0.02)
             client.writer.close()
             await eventually(lambda: ended == ["cancelled"])
+
+    run(main)
+
+
+def test_a_fin_is_seen_although_answers_are_stuck():
+    async def main():
+        async with undisturbed(replace(FAST, stall_timeout=60)) as (wire, router):
+            client = await wire.connect(limit=1024)
+            await client.send(get("/flood"))
+            await eventually(lambda: "flood" in router.events)
+            await asyncio.sleep(0.1)
+            client.writer.write_eof()
+            await eventually(lambda: "gone" in router.events)
 
     run(main)
 
