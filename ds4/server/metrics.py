@@ -147,7 +147,13 @@ class Metrics:
         self.step_seconds = Histogram(SECONDS)
         self.step_rows = Histogram(WIDTHS)
         self.prefill_tokens = 0
-        self._endpoints = frozenset(endpoints)
+        # Every path works with and without `/v1`.
+        self._labels = {
+            prefix + name.removeprefix("/v1"): name
+            for name in endpoints
+            for prefix in ("", "/v1")
+            if prefix + name != "/v1/"
+        }
         self._registry = CollectorRegistry()
         self._registry.register(_Collector(self))
 
@@ -163,10 +169,9 @@ class Metrics:
 
     def endpoint(self, path: str) -> str:
         """The label value of a path: itself when it is one of ours, with or without `/v1`."""
-        if path in self._endpoints:
-            return path
-        if f"/v1{path}" in self._endpoints:
-            return f"/v1{path}"
+        label = self._labels.get(path.rstrip("/") or "/")
+        if label is not None:
+            return label
         return "/v1/models/{id}" if path.startswith(("/v1/models/", "/models/")) else "other"
 
     # Observer of the scheduler; engine thread

@@ -18,10 +18,10 @@ from dataclasses import replace
 
 import pytest
 import zstandard
-from wire import FAST, Client, Seen, Wire, echo, eventually, get, post, run, serving
 
 from ds4.errors import ClientDisconnected
 from ds4.server.http import HttpServer, Refusal, Request, Responder
+from tests.support.wire import FAST, Client, Seen, Wire, echo, eventually, get, post, run, serving
 
 
 class Router:
@@ -544,6 +544,62 @@ def test_bodies_of_all_connections_together_are_bounded():
             assert reply.status == 503 and reply.headers["retry-after"] == "1"
             assert (await first.ask(b"x" * 100_000)).status == 200
             assert wire.server.body_bytes == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_damaged_requests_get_whole_answers_or_none(seed: int):
+    """Good requests with bytes changed, cut, repeated or mixed, cut into random pieces: whatever comes back is a
+    sequence of whole HTTP responses, and the server still works."""
+
+    async def main():
+        rng = random.Random(seed)
+        print("seed", seed)
+        seeds = [
+            *MALFORMED.values(),
+            get("/a?b"),
+            post(b"hello", "/echo", "Content-Encoding: gzip"),
+            post(gzip.compress(b"hello"), "/echo", "Content-Encoding: gzip", "Expect: 100-continue"),
+            P + b"Transfer-Encoding: chunked\r\n\r\n5;a=b\r\nhello\r\n0\r\nT: 1\r\n\r\n",
+            post(b"hello", "/short", "Connection: Upgrade", "Upgrade: h2c"),
+        ]
+        async with undisturbed(replace(FAST, read_timeout=0.1, head_timeout=0.2, linger=0.1)) as (wire, _):
+
+            async def one(data: bytes, cuts: list[int]) -> None:
+                client = await wire.connect()
+                try:
+                    for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True):
+                        await client.send(data[a:b])
+                        await asyncio.sleep(0)
+                    client.writer.write(get("/end", "Connection: close"))
+                    while True:
+                        await client.reply()
+                except (ConnectionError, asyncio.IncompleteReadError) as error:
+                    # The end, between two responses.
+                    assert not getattr(error, "partial", b"")
+                finally:
+                    await client.close()
+
+            for _ in range(12):
+                batch = []
+                for _ in range(8):
+                    data = bytearray(rng.choice(seeds) + rng.choice(seeds))
+                    for _ in range(rng.randrange(4)):
+                        at = rng.randrange(len(data))
+                        kind = rng.randrange(4)
+                        if kind == 0:
+                            data[at] = rng.choice(b"\r\n\0 :,;0f\x80") if rng.random() < 0.7 else rng.randrange(256)
+                        elif kind == 1:
+                            del data[at : at + rng.randrange(1, 9)]
+                        elif kind == 2:
+                            data[at:at] = data[at : at + rng.randrange(1, 30)]
+                        else:
+                            data[at:at] = rng.choice([b"\r\n", b"Content-Length: 3\r\n", b"GET / HTTP/1.1\r\n", b"\0"])
+                        data = data or bytearray(b"x")
+                    cuts = sorted(rng.randrange(len(data)) for _ in range(rng.randrange(4)))
+                    batch.append(one(bytes(data), cuts))
+                await asyncio.gather(*batch)
 
     run(main)
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from wire import get, run, serving
 
 from ds4.engine.types import SamplingParams
 from ds4.server.log import HttpLog, colour_wanted, escape, log_generation, setup
 from ds4.server.types import Failed, Finish, GenerationRequest, Started
+from tests.support.wire import get, run, serving
 
 
 class Terminal(io.StringIO):

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from wire import get, run, serving
 
 from ds4.server.metrics import SECONDS, WIDTHS, Histogram, Metrics
 from ds4.server.types import Failed, Finish
+from tests.support.wire import get, run, serving
 
 
 @dataclass
@@ -126,8 +126,9 @@ def test_clients_cannot_make_up_label_values():
         metrics.response("GET", f"/v1/models/{i}", 404, 0.001, "peer", "")
     assert metrics.http_requests == {("other", 404): 1000, ("/v1/models/{id}", 404): 1000}
     assert metrics.endpoint("/v1/chat/completions") == metrics.endpoint("/chat/completions") == "/v1/chat/completions"
-    assert metrics.endpoint("/health") == "/health"
-    assert metrics.endpoint("/v1/health") == metrics.endpoint("-") == "other"
+    assert metrics.endpoint("/health") == metrics.endpoint("/health/") == metrics.endpoint("/v1/health") == "/health"
+    assert metrics.endpoint("/") == "/"
+    assert metrics.endpoint("-") == metrics.endpoint("/v1/v1/models") == metrics.endpoint("/v1") == "other"
 
 
 def test_both_text_formats_parse():

@@ -6,10 +6,10 @@ import asyncio
 import random
 
 import pytest
-from wire import eventually, get, run, serving
 
 from ds4.server.http import Request, Responder
 from ds4.server.sse import COMMENT, DONE, EventStream, KeepAlive, frame
+from tests.support.wire import eventually, get, run, serving
 
 
 def parse(data: bytes) -> list[tuple[str, str]]:
