@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ds4._dsml import ContentDelta, Parser, ReasoningDelta, Result, ToolCallDelta, ToolCallEnd, ToolCallStart
+from tests.fuzz import dsml as dsml_fuzz
 from tests.support.turns import SYNTAXES, Turn, damaged, options_for, outcome, random_calls, run, soup, written
 
 DATA = Path(__file__).parent / "data"
@@ -649,3 +650,14 @@ def retyped(schemas: list[tuple[str, str]]) -> Any:
         return value
 
     return lambda call: (call[0], {key: value_of(call[0], key, value) for key, value in call[1].items()})
+
+
+def test_fuzz_target() -> None:
+    """The target runs, on its own examples and on damaged ones."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(300):
+        data = dsml_fuzz.example(rng)
+        dsml_fuzz.target(data)
+        dsml_fuzz.target(damaged(rng, data))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ds4._rax import Rax
+from tests.fuzz import rax as rax_fuzz
 
 
 def model_prefix(model: dict[bytes, int], query: bytes) -> tuple[bytes, int] | None:
@@ -263,3 +264,13 @@ def test_failing_allocations_change_nothing() -> None:
             tree.check()
             assert (key in tree) is grow
     assert failures > 10
+
+
+def test_fuzz_target() -> None:
+    """The target runs, on its own examples and on random bytes."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(300):
+        rax_fuzz.target(rax_fuzz.example(rng))
+        rax_fuzz.target(rng.randbytes(rng.randrange(200)))
