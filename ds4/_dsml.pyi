@@ -71,7 +71,8 @@ class Result:
     raw: the exact block of the calls, for replay; b"" without calls.
     finish: "tool_calls" with at least one call; else "stop", "length" (cause length) or "error" (cause error, or a
         block that ended unterminated and cannot be completed).
-    error: None, "invalid tool call" or "unterminated tool call": the detail for the one retry that a server may make.
+    error: None, "invalid tool call" or "unterminated tool call": what to tell the model in a retry.
+    detail: what was wrong with an invalid call ("invoke without name", ...).
     void_calls: calls that were announced but never completed. A stream that has sent them ends with an error unless
         `finish` is "length".
     cut: the bytes of a block that the length limit, a stop string or an engine error cut. They are in no text.
@@ -83,6 +84,7 @@ class Result:
     raw: Final[bytes]
     finish: Final[Literal["stop", "length", "tool_calls", "error"]]
     error: Final[str | None]
+    detail: Final[str | None]
     void_calls: Final[int]
     cut: Final[bytes]
 
@@ -95,6 +97,8 @@ class Parser:
     thinking: the prompt ended inside an open reasoning block.
     tools: tool calls are looked for. Without it markup is text.
     schemas: (tool name, JSON schema of the tool or of its parameters); types of GLM and Qwen arguments.
+    implicit_invoke: outside reasoning a DSML invoke whose block wrapper is missing opens a block, which ends with its
+        last invoke. A server takes such markup for text; an agent may prefer to run it.
 
     Not to be used by two threads at once; different parsers share nothing, so that they may run in parallel, also
     without the GIL.
@@ -109,6 +113,7 @@ class Parser:
         thinking: bool = False,
         tools: bool = False,
         schemas: Sequence[tuple[str, bytes | str]] = (),
+        implicit_invoke: bool = False,
     ) -> None: ...
     def feed(self, data: bytes) -> list[Event]:
         """Takes the next bytes (one token, many, part of a code point) and returns what became certain.

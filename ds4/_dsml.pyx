@@ -58,12 +58,16 @@ include "_dsml_block.pxi"
 
 @cython.final
 cdef class Parser(Block):
-    def __init__(self, str syntax not None, *, bint thinking=False, bint tools=False, schemas=()):
+    def __init__(self, str syntax not None, *, bint thinking=False, bint tools=False, schemas=(),
+                 bint implicit_invoke=False):
         if syntax not in _SYNTAXES:
             raise ValueError(f"syntax: expected one of {', '.join(_SYNTAXES)}, got {syntax!r}")
         self.syntax = _SYNTAXES[syntax]
         if self.syntax == X_PLAIN and (thinking or tools):
             raise ValueError("syntax: 'raw' has neither thinking nor tools")
+        if implicit_invoke and (self.syntax != X_DSML or not tools):
+            raise ValueError(f"implicit_invoke: only with tools in a DeepSeek syntax, not {syntax!r}")
+        self.implicit = implicit_invoke
         self.tools = tools
         self.trim = syntax == "qwen"
         self.guard = thinking and tools and self.syntax != X_QWEN
@@ -82,7 +86,7 @@ cdef class Parser(Block):
         self.think_at = self.bad_end = self.bad_spelling = -1
         self.entity_at = -1
         self.raw = self.cut = b""
-        self.error = None
+        self.error = self.detail = None
         self._result = None
         if thinking:
             self.state = S_START
@@ -128,6 +132,7 @@ cdef class Parser(Block):
         r.raw = self.raw
         r.finish = finish
         r.error = self.error
+        r.detail = self.detail if self.error == "invalid tool call" else None
         r.void_calls = self.void_calls
         r.cut = self.cut
         self._result = r
@@ -361,6 +366,7 @@ cdef class Parser(Block):
             self.send_last(CONTENT, n)
             if self.ends_with_block_end():
                 self.error = "invalid tool call"
+                self.detail = "parameter or tag not closed before the end of the block"
             elif not self.spaces(self.inner_at, n):
                 self.error = "unterminated tool call"
         self.flush()
@@ -386,7 +392,7 @@ cdef class Parser(Block):
                 return 0
             if tail and (tail < 2 or self.match_dsml(self.pos, self.spelling, K_BLOCK_END, &length) != PARTIAL):
                 return 0
-            wrapper = _SPELLED[self.spelling][K_BLOCK_END]
+            wrapper = b"" if self.bare else _SPELLED[self.spelling][K_BLOCK_END]
         elif self.syntax == X_QWEN and self.sub == Q_CLOSE:
             if tail and tail < 2:
                 return 0
@@ -410,7 +416,8 @@ cdef class Parser(Block):
             return 1
         else:
             return 0
-        self.block_end = self.pos
+        if not self.bare:
+            self.block_end = self.pos
         self.complete(wrapper)
         return 1
 

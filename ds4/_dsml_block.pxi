@@ -11,6 +11,7 @@ cdef class Block(Values):
         self.pos = self.inner_at = at + length
         self.spelling = spelling
         self.candidate = candidate
+        self.bare = length == 0
         self.base = self.n_calls
         self.think_at = self.bad_end = -1
         self.state = S_BLOCK
@@ -144,7 +145,7 @@ cdef class Block(Values):
     cdef int block_ended(self, Py_ssize_t length) except -1:
         """The end tag, `length` bytes, stands at `pos`."""
         if self.candidate and not self.done:
-            return self.violate(self.pos)
+            return self.not_a_call(self.pos)
         self.pos += length
         self.block_end = self.pos
         self.think_at = -1
@@ -191,6 +192,7 @@ cdef class Block(Values):
                     self.end_nested()
                 self.end_call()
                 self.pos += length
+                self.block_end = self.pos
                 self.sub = B_TOP
                 return 1
             if s == B_NESTED:
@@ -203,7 +205,9 @@ cdef class Block(Values):
                     e = PARTIAL
         if m == PARTIAL or e == PARTIAL:
             return 0
-        return self.violate(self.pos)
+        if s == B_TOP and self.bare and self.done:
+            return self.complete(b"")
+        return self.violate(self.pos, "unexpected text between the tags")
 
     cdef int end_nested(self) except -1:
         put(&self.out, c"}")
@@ -240,9 +244,9 @@ cdef class Block(Values):
                 self.quoted = not self.quoted
             elif self.quoted:
                 if p[i] == c"\n":
-                    return self.violate(i)
+                    return self.violate(i, "tag without an end")
             elif p[i] == c"<":
-                return self.violate(i)
+                return self.violate(i, "tag without an end")
             elif p[i] == c">":
                 break
             i += 1
@@ -251,7 +255,7 @@ cdef class Block(Values):
             return 0
         name = self.attribute(b'name="', i)
         if name is None or (not name and self.sub == B_INVOKE_TAG):
-            return self.violate(i)
+            return self.violate(i, "invoke without name" if self.sub == B_INVOKE_TAG else "parameter without name")
         self.pos = i + 1
         if self.sub == B_INVOKE_TAG:
             self.begin_call(name)
@@ -345,7 +349,7 @@ cdef class Block(Values):
                 if s == G_NEXT:
                     self.end_call()
                 return self.block_ended(b.n)
-        return 0 if m == PARTIAL else self.violate(self.pos)
+        return 0 if m == PARTIAL else self.violate(self.pos, "unexpected text between the tags")
 
     cdef int glm_name(self) except -1:
         cdef Py_ssize_t i = self.next_lt(self.scan)
@@ -357,14 +361,14 @@ cdef class Block(Values):
         m = match(self.buf.p + i, self.buf.n - i, &KEY)
         e = match(self.buf.p + i, self.buf.n - i, &CALL_END)
         if m != FULL and e != FULL:
-            return 0 if m == PARTIAL or e == PARTIAL else self.violate(i)
+            return 0 if m == PARTIAL or e == PARTIAL else self.violate(i, "unexpected tag in the function's name")
         while a < b and space(self.buf.p[a]):
             a += 1
         while b > a and space(self.buf.p[b - 1]):
             b -= 1
         # A line break in the name: prose that speaks of the tag.
         if a == b or memchr(self.buf.p + a, c"\n", b - a) != NULL:
-            return self.violate(i)
+            return self.violate(i, "missing function name")
         self.begin_call(text_of(self.buf.p + a, b - a))
         self.pos = i
         self.sub = G_NEXT
@@ -404,14 +408,14 @@ cdef class Block(Values):
         cdef Py_ssize_t i = self.scan
         while i < self.buf.n and p[i] != c">":
             if p[i] == c"<" or p[i] == c"\n":
-                return self.violate(i)
+                return self.violate(i, "tag without an end")
             i += 1
             self.steps += 1
         self.scan = i
         if i == self.buf.n:
             return 0
         if i == self.pos:
-            return self.violate(i)
+            return self.violate(i, "missing name of a function or parameter")
         name = text_of(p + self.pos, i - self.pos)
         self.pos = i + 1
         if self.sub == Q_NAME:

@@ -130,11 +130,12 @@ cdef class Result:
     cdef readonly bytes raw
     cdef readonly str finish
     cdef readonly str error
+    cdef readonly str detail
     cdef readonly Py_ssize_t void_calls
     cdef readonly bytes cut
 
     def __repr__(self):
         return (
             f"Result(reasoning={self.reasoning!r}, content={self.content!r}, calls={self.calls!r}, raw={self.raw!r}, "
-            f"finish={self.finish!r}, error={self.error!r}, void_calls={self.void_calls}, cut={self.cut!r})"
+            f"finish={self.finish!r}, error={self.error!r}, detail={self.detail!r}, void_calls={self.void_calls}, cut={self.cut!r})"
         )

@@ -3,7 +3,7 @@
 
 cdef class Turn:
     cdef int syntax, state, sub
-    cdef bint tools, trim, guard
+    cdef bint tools, trim, guard, implicit
     cdef dict schemas, properties
     cdef Buf buf, out
     cdef Py_ssize_t sent, pos
@@ -18,6 +18,7 @@ cdef class Turn:
 
     # the block
     cdef bint candidate
+    cdef bint bare                     # begins with its first invoke
     cdef int spelling
     cdef Py_ssize_t base               # n_calls before the block
     cdef Py_ssize_t raw_at, inner_at, block_end
@@ -41,7 +42,7 @@ cdef class Turn:
     cdef int bad_spelling              # of the malformed block whose end is looked for, -1 if none
     cdef bint closed                   # FAILED, and its end tag was seen
     cdef bytes raw, cut
-    cdef str error
+    cdef str error, detail
     cdef Result _result
 
     def __cinit__(self):
@@ -146,7 +147,7 @@ cdef class Turn:
     # ---- looking -----------------------------------------------------------------------------------------------------
 
     cdef int find_start(self, Py_ssize_t at, int *spelling, Py_ssize_t *length) noexcept:
-        """Does a block start at `at`? The spelling and its length are set when FULL."""
+        """Does a block start at `at`? The spelling and the length of its tag are set when FULL; length 0: a bare invoke."""
         cdef const char *p = self.buf.p + at
         cdef Py_ssize_t n = self.buf.n - at
         cdef int i, m, best = NO
@@ -162,6 +163,16 @@ cdef class Turn:
                 return FULL
             if m == PARTIAL:
                 best = PARTIAL
+        if self.implicit and (self.state == S_TEXT or self.state == S_GUARD):
+            for i in range(DSML_SPELLINGS - 1):
+                m = match(p, n, &DSML[i][K_INVOKE])
+                if m == FULL and n > DSML[i][K_INVOKE].n:
+                    if p[DSML[i][K_INVOKE].n] == c">" or space(p[DSML[i][K_INVOKE].n]):
+                        spelling[0] = i
+                        length[0] = 0
+                        return FULL
+                elif m != NO:
+                    best = PARTIAL
         return best
 
     cdef Py_ssize_t next_lt(self, Py_ssize_t at) noexcept:

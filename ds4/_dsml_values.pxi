@@ -202,7 +202,7 @@ cdef class Values(Turn):
                 m = self.close_match(i)
                 if m == FULL:
                     if j.state != J_DONE:
-                        return self.violate(i)
+                        return self.violate(i, "parameter value is not valid JSON")
                     return self.end_value(i, self.close_length(i))
                 if m == NO:
                     m = self.thought(i)
@@ -212,7 +212,7 @@ cdef class Values(Turn):
                     break
             # Behind the first value everything is dropped: one brace too many is a common slip.
             if j.state != J_DONE and not json_step(j, p[i], &self.out):
-                return self.violate(i)
+                return self.violate(i, "parameter value is not valid JSON")
             i += 1
         self.pos = i
         return 0
@@ -309,10 +309,11 @@ cdef class Values(Turn):
         self.out.n = 0
         return 0
 
-    cdef int violate(self, Py_ssize_t at) except -1:
+    cdef int violate(self, Py_ssize_t at, str detail) except -1:
         """The block breaks its grammar at `at`. Returns 1: the caller goes on in the new state."""
         if self.candidate:
             return self.not_a_call(at)
+        self.detail = detail
         if self.n_calls > self.base:
             self.flush()
             self.void_calls += self.n_calls - self.base

@@ -447,6 +447,49 @@ def test_a_malformed_block_at_the_end_is_an_error_to_tell() -> None:
     assert (r.content, r.finish, r.error) == ("ok" + OPEN + INVOKE, "error", "unterminated tool call")
 
 
+def test_what_was_wrong_is_named() -> None:
+    body = f'<{D}parameter name="a" string="false">[1'
+    for text, detail in (
+        (f"{OPEN}<{D}invoke>\n{END}{CLOSE}", "invoke without name"),
+        (f'{OPEN}{INVOKE}<{D}parameter string="true">x</{D}parameter>{END}{CLOSE}', "parameter without name"),
+        (f"{OPEN}{INVOKE}{END}junk{CLOSE}", "unexpected text between the tags"),
+        (f"{OPEN}{INVOKE}{body}</{D}parameter>{END}{CLOSE}", "parameter value is not valid JSON"),
+        (
+            f"{OPEN}{INVOKE}{body.replace('false', 'true')}{END}{CLOSE}",
+            "parameter or tag not closed before the end of the block",
+        ),
+        (f"{OPEN}<{D}invoke\n</{D}invoke>\n{CLOSE}", "tag without an end"),
+    ):
+        r = run_all_splits(text, "eos", "deepseek4", tools=True)
+        assert r.error == "invalid tool call" and r.detail == detail
+    assert run([OPEN.encode() + INVOKE.encode()], "eos", "deepseek4", tools=True).detail is None
+
+
+@pytest.mark.parametrize("tail", ["", "\n", "\nDone.", CLOSE, "<b>"])
+def test_an_implicit_invoke_opens_a_block_where_asked(tail: str) -> None:
+    calls = "\n\n" + INVOKE + param("a", "x") + END + INVOKE + END.rstrip()
+    options = {"tools": True, "implicit_invoke": True}
+    r = run_all_splits("ok" + calls + tail, "eos", "deepseek4", **options)
+    assert [(c.name, json.loads(c.arguments)) for c in r.calls] == [("f", {"a": "x"}), ("f", {})]
+    assert (r.content, r.raw) == ("ok", (calls + (tail if tail == CLOSE else "")).encode())
+    r = run_all_splits("hm" + calls + tail, "eos", "deepseek4", thinking=True, **options)
+    assert r.calls == () and r.reasoning == "hm" + calls + tail
+    r = run_all_splits("hm</think>ok" + calls + tail, "eos", "deepseek4", thinking=True, **options)
+    assert (r.reasoning, r.content, len(r.calls)) == ("hm", "ok", 2)
+    r = run_all_splits("ok" + calls + tail, "eos", "deepseek4", tools=True)
+    assert r.calls == () and r.content == "ok" + calls + tail
+
+
+def test_an_implicit_invoke_is_not_completed() -> None:
+    options = {"tools": True, "implicit_invoke": True}
+    for text in (INVOKE, INVOKE + END + INVOKE, INVOKE + f'<{D}parameter name="a" string="true">x'):
+        assert run_all_splits(text, "eos", "deepseek4", **options).calls == ()
+    assert run_all_splits(INVOKE + END, "length", "deepseek4", **options).calls == ()
+    for syntax, more in (("glm", {"tools": True}), ("deepseek4", {"tools": False})):
+        with pytest.raises(ValueError, match="implicit_invoke"):
+            Parser(syntax, implicit_invoke=True, **more)
+
+
 # ---- text --------------------------------------------------------------------------------------------------------
 
 
@@ -563,7 +606,7 @@ def test_work_grows_linearly(syntax: str, thinking: bool) -> None:
         "qwen": ("<tool_call>\n<function=f>\n<parameter=a>\n", "<tool_call>\n<function=f>\n<parameter=b>\n"),
     }[syntax]
     schemas = [("f", '{"properties":{"a":{"type":"string"}}}')]
-    texts = [("", unit) for unit in ADVERSARIAL.values()]
+    texts = [("", unit) for unit in ADVERSARIAL.values()] + [(heads[0] + "&", "amp;")]
     texts += [(head, unit) for head in heads for unit in (*IN_VALUE.values(), *ADVERSARIAL.values())]
     for head, unit in texts:
         once, twice = (

@@ -73,7 +73,7 @@ class Turn:
 
 def outcome(r: Result) -> tuple[object, ...]:
     calls = [(c.name, c.arguments) for c in r.calls]
-    return (r.reasoning, r.content, calls, r.raw, r.finish, r.error, r.void_calls, r.cut)
+    return (r.reasoning, r.content, calls, r.raw, r.finish, r.error, r.detail, r.void_calls, r.cut)
 
 
 def run(pieces: Iterable[bytes], cause: str, syntax: str, **options: Any) -> Result:
@@ -236,4 +236,4 @@ def options_for(rng: random.Random) -> dict[str, Any]:
         "thinking": rng.random() < 0.6,
         "tools": rng.random() < 0.9,
         "schemas": rng.choice((schemas, [])),
-    }
+    } | ({"tools": True, "implicit_invoke": True} if syntax.startswith("deepseek") and rng.random() < 0.2 else {})
