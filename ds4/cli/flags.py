@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds4.engine.types import AUTO_CTX
 from ds4.errors import ConfigError
 
 Value = str | int | float | bool | Path | tuple[str, ...] | None
@@ -117,7 +118,15 @@ ENGINE_FLAGS = (
     ),
     Flag(("--backend",), "backend", "auto, cpu, reference", "NAME", choice("auto", "cpu", "reference"), "auto"),
     Flag(("--cpu",), "backend", "same as --backend cpu", stores="cpu"),
-    Flag(("--ctx", "-c"), "ctx", "context of each session in tokens, taken exactly", "N", integer(16), 32768),
+    Flag(
+        ("--ctx", "-c"),
+        "ctx",
+        "context of each session in tokens, taken exactly",
+        "N",
+        integer(0),
+        0,
+        shown=f"what the model was trained on, at most {AUTO_CTX}",
+    ),
     Flag(
         ("--threads", "-t"),
         "threads",

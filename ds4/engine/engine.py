@@ -26,6 +26,7 @@ from ds4.engine.model_file import ModelFile, open_model_file
 from ds4.engine.sampler import new_sampler
 from ds4.engine.session import ModelHandle, Session
 from ds4.engine.types import (
+    AUTO_CTX,
     EngineConfig,
     MemoryPlan,
     ModelInfo,
@@ -94,6 +95,8 @@ class Engine:
         config = config or EngineConfig()
         _check_config(config)
         file = open_model_file(demo_model_path() if config.model is None else config.model)
+        if config.ctx == 0:
+            config = dataclasses.replace(config, ctx=min(AUTO_CTX, file.hparams.integer("context_length", low=1)))
         backend = _open_backend(config)
         native = build_model(file, backend)
         plan = plan_memory(file, native, config)
@@ -223,7 +226,7 @@ class Engine:
 
 
 def _check_config(config: EngineConfig) -> None:
-    for name, low in (("ctx", 1), ("slots", 1), ("prefill_chunk", 1), ("threads", 0)):
+    for name, low in (("ctx", 0), ("slots", 1), ("prefill_chunk", 1), ("threads", 0)):
         value = getattr(config, name)
         if value < low:
             raise ConfigError(f"{name} is {value}, it must be at least {low}")

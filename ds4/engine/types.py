@@ -26,17 +26,22 @@ CancelCheck = Callable[[], bool]
 """Polled at safe points; True stops the work with `ds4.errors.Cancelled`."""
 
 
+AUTO_CTX = 32768
+"""The longest context that nobody has to ask for, in tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How to open a model. `model` None means the demo model (`ds4.engine.demo`).
 
-    `ctx` tokens per session, exactly as asked (D8a); `slots` resident sessions, for the memory plan;
+    `ctx` tokens per session, exactly as asked (D8a), 0: what the model was trained on, at most `AUTO_CTX`; an open
+    engine's configuration has the number. `slots` resident sessions, for the memory plan;
     `threads` 0 means one per usable core; `isa` caps the instruction set ("auto", "avx512", "avx2", "scalar").
     """
 
     model: Path | None = None
     backend: str = "auto"
-    ctx: int = 32768
+    ctx: int = 0
     slots: int = 1
     threads: int = 0
     prefill_chunk: int = 512

@@ -151,7 +151,7 @@ class App:
             f"{plan.state_bytes / _GIB:.2f} GiB + workspace {plan.workspace_bytes / _GIB:.2f} GiB "
             f"= {plan.total / _GIB:.2f} GiB of {plan.available_bytes / _GIB:.2f} GiB available",
         ]
-        lines.append(f"backend {self.engine.backend_name}, huge pages: {_huge_pages()}")
+        lines.append(f"backend {self.engine.backend_name}, of this process in huge pages: {_huge_pages()}")
         if ctx > info.ctx_train:
             lines.append(f"warning: the model was trained on {info.ctx_train} tokens; beyond them it talks nonsense")
         if not config.loopback and not config.api_keys:

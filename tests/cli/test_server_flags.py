@@ -76,7 +76,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
         (["--cors=1"], "--cors takes no value, got '1'"),
         (["--prot", "1"], "unknown option --prot (did you mean --port?)"),
         (["model.gguf"], "unexpected argument 'model.gguf'"),
-        (["--ctx", "0"], "--ctx: expected an integer >= 16, got 0"),
+        (["--ctx", "-1"], "--ctx: expected an integer >= 0, got -1"),
         (["--temp", "nan"], "--temp: expected a number from 0 to 100, got nan"),
         (["--backend", "metal"], "--backend: expected one of auto, cpu, reference, got 'metal'"),
         (["--model", "/no/such.gguf"], "--model /no/such.gguf: no such file or directory"),
@@ -97,7 +97,7 @@ def test_environment_gives_defaults_and_flags_win() -> None:
     config = read_config(["--port", "9002"], environ)
     assert (config.port, config.cors, config.api_keys) == (9002, True, ("a", "b"))
     assert config.sampling.temperature == 0.1
-    assert config.engine.ctx == 32768
+    assert config.engine.ctx == 0
 
 
 def test_a_flag_beats_the_variable_of_another_flag_for_the_same_field() -> None:

@@ -86,11 +86,15 @@ def test_a_plan_that_does_not_fit_is_refused(gguf_file: Path, monkeypatch: pytes
     open_engine(gguf_file, ctx=100_000, slots=64, check_memory=False)
 
 
+def test_context_of_its_own_choice(gguf_file: Path) -> None:
+    assert open_engine(gguf_file, ctx=0).config.ctx == 512, "as trained"
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"backend": "cuda"}, "backend 'cuda' is not in this build"),
-        ({"ctx": 0}, "ctx is 0"),
+        ({"ctx": -1}, "ctx is -1"),
         ({"slots": 0}, "slots is 0"),
         ({"threads": -1}, "threads is -1"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),

@@ -273,7 +273,7 @@ def test_startup_lines(serve: Serve) -> None:
     assert "context 32768 tokens" in text
     assert "3 sessions" in text
     assert "memory: weights" in text
-    assert "backend scripted, huge pages: " in text
+    assert "backend scripted, of this process in huge pages: " in text
     assert "listening on http://127.0.0.1:" in text
     assert "Authorization: Bearer YOUR_KEY" in lines[-1]
     assert "warning" not in text

@@ -12,7 +12,7 @@ import pytest
 
 from ds4.engine.types import SamplingParams, TokenLogprobs
 from ds4.errors import EngineError
-from ds4.server.api.chat_answer import token_logprobs
+from ds4.server.api.chat_answer import ChatAnswer, token_logprobs
 from ds4.server.types import SampledToken
 from ds4.testing import Script, ScriptedEngine
 from tests.support.running_server import RunningServer, Serve
@@ -657,6 +657,27 @@ def test_engine_error_in_the_stream(serve: Serve) -> None:
         server.engine.fail_in_prefill()
         list(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}], stream=True))
     assert server.chat().json()["choices"][0]["message"]["content"] == "fine"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_ours_is_told_and_ends_nothing_else(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise RuntimeError("secret detail")
+
+    server = serve("Hi.")
+    with monkeypatch.context() as patch:
+        patch.setattr(ChatAnswer, "events", broken)
+        patch.setattr(ChatAnswer, "whole", broken)
+        response = server.chat(stream=stream)
+    assert "secret" not in response.text
+    if stream:
+        assert response.text.split("\n\n")[1].startswith('event: error\ndata: {"error":{"message":"internal error"')
+        assert "[DONE]" not in response.text
+    else:
+        assert error(response, 500)["message"] == "internal error"
+    assert server.chat().json()["choices"][0]["message"]["content"] == "Hi."
 
 
 def test_headers_come_before_the_prompt_is_evaluated(serve: Serve) -> None:

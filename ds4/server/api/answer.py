@@ -7,12 +7,13 @@ response before the headers and an event after them (and then never a normal end
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ds4.errors import ClientDisconnected
-from ds4.server.api.errors import WireError, failed_error
+from ds4.server.api.errors import WireError, failed_error, wire_error
 from ds4.server.bridge import Pending
 from ds4.server.sse import EventStream
 from ds4.server.types import (
@@ -31,6 +32,8 @@ from ds4.server.types import (
 if TYPE_CHECKING:
     from ds4.server.api.service import Service
     from ds4.server.http import Responder
+
+log = logging.getLogger("ds4.server")
 
 
 @dataclass(slots=True)
@@ -104,31 +107,46 @@ async def _whole(pending: Pending, answer: Answer, responder: Responder) -> None
 
 
 async def _stream(pending: Pending, answer: Answer, stream: EventStream) -> None:
-    open_calls = 0
     try:
-        stream.send_many((answer.begin(),))
-        async for batch in pending.batches():
-            for event in batch:
-                if isinstance(event, ToolCallStart):
-                    open_calls += 1
-                elif isinstance(event, ToolCallEnd):
-                    open_calls -= 1
-            last = batch[-1]
-            if isinstance(last, Failed):
-                data = answer.events(batch[:-1]) + answer.error_event(failed_error(last))
-            elif isinstance(last, Finish) and last.reason == "error" and open_calls:
-                # The client saw the beginning of a call that must not be executed: it may not take this for an end.
-                failure = failed_error(Failed(last.error or "the tool call is not complete"))
-                data = answer.events(batch[:-1]) + answer.error_event(failure)
-            elif isinstance(last, Finish):
-                data = answer.events((*batch[:-1], as_text(last)))
-            else:
-                data = answer.events(batch)
-            if data:
-                stream.send_many((data,))
-                await stream.drain()
-    finally:
+        await _write_events(pending, answer, stream)
+    except ClientDisconnected:
+        stream.abort("the client is gone")
+        raise
+    except Exception as error:
+        # A stream that just ends looks complete to many clients, and agents ask again without end.
+        log.error("%s failed in its stream: %s", pending.request.id, error, exc_info=error)
+        stream.send_many((answer.error_event(wire_error(error)),))
         stream.close()
+    except BaseException:
+        stream.abort("the server stops")
+        raise
+    else:
+        stream.close()
+
+
+async def _write_events(pending: Pending, answer: Answer, stream: EventStream) -> None:
+    open_calls = 0
+    stream.send_many((answer.begin(),))
+    async for batch in pending.batches():
+        for event in batch:
+            if isinstance(event, ToolCallStart):
+                open_calls += 1
+            elif isinstance(event, ToolCallEnd):
+                open_calls -= 1
+        last = batch[-1]
+        if isinstance(last, Failed):
+            data = answer.events(batch[:-1]) + answer.error_event(failed_error(last))
+        elif isinstance(last, Finish) and last.reason == "error" and open_calls:
+            # The client saw the beginning of a call that must not be executed: it may not take this for an end.
+            failure = failed_error(Failed(last.error or "the tool call is not complete"))
+            data = answer.events(batch[:-1]) + answer.error_event(failure)
+        elif isinstance(last, Finish):
+            data = answer.events((*batch[:-1], as_text(last)))
+        else:
+            data = answer.events(batch)
+        if data:
+            stream.send_many((data,))
+            await stream.drain()
 
 
 def as_text(finish: Finish) -> Finish:

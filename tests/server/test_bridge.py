@@ -1,0 +1,161 @@
+"""The bridge between engine thread and event loop, with the scheduler played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ds4.engine.types import SamplingParams
+from ds4.errors import ShuttingDown
+from ds4.server.bridge import Bridge
+from ds4.server.generation import Job
+from ds4.server.scheduler import Scheduler
+from ds4.server.types import ContentDelta, Event, Failed, Finish, GenerationRequest
+
+END = Finish("stop", 1, 0, 1, 1)
+
+
+class Recorder:
+    """What the bridge needs of a scheduler; `open` False refuses."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.jobs: list[Job] = []
+        self.cancelled: list[Job] = []
+
+    def submit(self, request: GenerationRequest, sink: object = None) -> Job:
+        if not self.open:
+            raise ShuttingDown("server shutting down")
+        self.jobs.append(Job(request, np.asarray(request.prompt_tokens, np.int32), 0.0, sink))
+        return self.jobs[-1]
+
+    def cancel(self, job: Job) -> None:
+        self.cancelled.append(job)
+
+
+def request(name: str = "r") -> GenerationRequest:
+    return GenerationRequest(name, "chat", "m", (1,), b"", SamplingParams(), 5)
+
+
+def run(test: Any) -> None:
+    async def main() -> None:
+        scheduler = Recorder()
+        bridge = Bridge(asyncio.get_running_loop())
+        bridge.connect(cast("Scheduler", scheduler))
+        await asyncio.wait_for(test(bridge, scheduler), 30)
+
+    asyncio.run(main())
+
+
+def from_thread(bridge: Bridge, *batches: list[tuple[Job, list[Event]]]) -> None:
+    def deliver() -> None:
+        for batch in batches:
+            bridge.deliver(batch)
+
+    thread = threading.Thread(target=deliver)
+    thread.start()
+    thread.join()
+
+
+def test_events_arrive_in_order_at_their_own_request() -> None:
+    async def test(bridge: Bridge, scheduler: Recorder) -> None:
+        one, two = bridge.submit(request("1")), bridge.submit(request("2"))
+        a, b = scheduler.jobs
+        from_thread(
+            bridge,
+            [(a, [ContentDelta("a1")]), (b, [ContentDelta("b1")])],
+            [(b, [ContentDelta("b2"), END])],
+            [(a, [ContentDelta("a2")])],
+            [(a, [END])],
+        )
+        for pending, expected in ((one, ["a1", "a2"]), (two, ["b1", "b2"])):
+            events = [event async for batch in pending.batches() for event in batch]
+            assert events == [*map(ContentDelta, expected), END]
+            assert pending.ended
+        assert scheduler.cancelled == []
+
+    run(test)
+
+
+def test_a_waiting_reader_is_woken_for_each_step() -> None:
+    async def test(bridge: Bridge, scheduler: Recorder) -> None:
+        pending = bridge.submit(request())
+        (job,) = scheduler.jobs
+        sizes = []
+
+        async def read() -> None:
+            async for batch in pending.batches():
+                sizes.append(len(batch))
+
+        reader = asyncio.create_task(read())
+        for events in ([ContentDelta("a")], [ContentDelta("b"), ContentDelta("c")], [Failed("broken")]):
+            from_thread(bridge, [(job, events)])
+            for _ in range(5):
+                await asyncio.sleep(0)
+        await reader
+        assert sizes == [1, 2, 1]
+
+    run(test)
+
+
+def test_cancel_ends_the_reader_and_tells_the_scheduler_once() -> None:
+    async def test(bridge: Bridge, scheduler: Recorder) -> None:
+        pending = bridge.submit(request())
+        (job,) = scheduler.jobs
+
+        async def read() -> list[list[Event]]:
+            return [batch async for batch in pending.batches()]
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        pending.cancel()
+        pending.cancel()
+        from_thread(bridge, [(job, [ContentDelta("late"), Finish("cancelled", 1, 0, 0, 0)])])
+        assert await reader == []
+        assert scheduler.cancelled == [job]
+
+    run(test)
+
+
+def test_cancel_after_the_end_does_nothing() -> None:
+    async def test(bridge: Bridge, scheduler: Recorder) -> None:
+        pending = bridge.submit(request())
+        from_thread(bridge, [(scheduler.jobs[0], [END])])
+        assert [batch async for batch in pending.batches()] == [[END]]
+        pending.cancel()
+        assert scheduler.cancelled == []
+
+    run(test)
+
+
+def test_refusal_of_the_scheduler_is_passed_on() -> None:
+    async def test(bridge: Bridge, scheduler: Recorder) -> None:
+        scheduler.open = False
+        with pytest.raises(ShuttingDown):
+            bridge.submit(request())
+
+    run(test)
+
+
+def test_the_end_is_logged_even_when_the_client_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ds4.server")
+
+    async def test(bridge: Bridge, scheduler: Recorder) -> None:
+        pending = bridge.submit(request("gone"))
+        pending.cancel()
+        from_thread(bridge, [(scheduler.jobs[0], [Finish("cancelled", 1, 0, 0, 0)])])
+        await asyncio.sleep(0.01)
+        assert any("gone" in r.getMessage() and "finish=cancelled" in r.getMessage() for r in caplog.records)
+
+    run(test)
+
+
+def test_events_after_the_loop_is_closed_harm_nobody() -> None:
+    loop = asyncio.new_event_loop()
+    bridge = Bridge(loop)
+    loop.close()
+    bridge.deliver([])
