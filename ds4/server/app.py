@@ -165,7 +165,7 @@ class App:
         url = self.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.api_keys else ""
         body = json.dumps({"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32})
-        return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+        return f"curl '{url}/v1/chat/completions'{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def _huge_pages(status: Path = Path("/proc/self/smaps_rollup")) -> str:
