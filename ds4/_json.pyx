@@ -13,7 +13,7 @@ Invariants
   most 256 nested containers. So no getter can meet a syntax error, and whatever is copied from the body is valid JSON.
 * The tape is at most 16/3 times the body, scanning is linear, and the work for each 64 bytes of a string does not
   depend on what they are. Looking up a member of an object with more than 32 members builds an index once.
-* A node keeps the tape, the tape keeps the body. Body and tape never change after `parse`.
+* A node keeps its parent and the tape, the tape keeps the body: never a cycle, so the collector need not look. Body and tape never change after `parse`.
 * Strings that come out hold no surrogates.
 
 Free-threaded Python: nodes and their tape are immutable; the one lazily made thing, the index of a large object, is
@@ -26,7 +26,9 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.float cimport PyFloat_AS_DOUBLE
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from cpython.object cimport PyObject
-from cpython.unicode cimport PyUnicode_Check, PyUnicode_DecodeUTF8
+from cpython.ref cimport Py_INCREF
+from cpython.tuple cimport PyTuple_New, PyTuple_SET_ITEM
+from cpython.unicode cimport PyUnicode_Check
 from libc.math cimport isfinite
 from libc.stdint cimport INT64_MAX, INT64_MIN, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
@@ -78,9 +80,10 @@ cdef extern from "../native/text/json.h" nogil:
     ctypedef struct ds4_json_kernels:
         const char* name
         int (*scan)(ds4_json_tape*) noexcept nogil
-        void (*decode1)(const uint8_t*, const uint8_t*, uint8_t*, int64_t) noexcept nogil
-        void (*decode2)(const uint8_t*, const uint8_t*, uint16_t*, int64_t) noexcept nogil
-        void (*decode4)(const uint8_t*, const uint8_t*, uint32_t*, int64_t) noexcept nogil
+        void (*decode1)(const uint8_t*, const uint8_t*, int, uint8_t*, int64_t) noexcept nogil
+        void (*decode2)(const uint8_t*, const uint8_t*, int, uint16_t*, int64_t) noexcept nogil
+        void (*decode4)(const uint8_t*, const uint8_t*, int, uint32_t*, int64_t) noexcept nogil
+        int64_t (*extent)(const uint8_t*, const uint8_t*, unsigned*) noexcept nogil
         int64_t (*escaped_size)(const uint8_t*, int64_t) noexcept nogil
 
     const ds4_json_kernels* ds4_json_all
@@ -99,6 +102,7 @@ MAX_DEPTH = DS4_JSON_MAX_DEPTH
 
 cdef enum:
     LONG_WORK = 32768   # bytes from which the GIL is given up: about 5 us of scanning
+    BRIEF = 64          # characters of a delta that are escaped on the stack first
     INDEX_FROM = 32     # members from which an object gets an index
 
 cdef const ds4_json_kernels* kernels = NULL
@@ -219,30 +223,37 @@ cdef object string_at(Tape tape, int64_t at):
     cdef const uint64_t* w = tape.t.words + at
     cdef const uint8_t* p = tape.t.body + ds4_tape_start(w) + 1
     cdef int64_t size = ds4_tape_second(w) - 2
-    cdef int64_t chars
-    cdef unsigned width
-    cdef void* data
     if size == 0:
         return ""
     if ds4_tape_flags(w) == 0:
         text = PyUnicode_New(size, 0x7F)
         memcpy(PyUnicode_DATA(text), p, size)
         return text
-    chars = w[1] & 0xFFFFFFFFu
-    width = <unsigned>(w[1] >> 32)
-    if width < 2:
-        text = PyUnicode_New(chars, 0xFF if width else 0x7F)
-        data = PyUnicode_DATA(text)
-        kernels.decode1(p, p + size, <uint8_t*>data, chars)
-    elif width == 2:
-        text = PyUnicode_New(chars, 0xFFFF)
-        data = PyUnicode_DATA(text)
-        kernels.decode2(p, p + size, <uint16_t*>data, chars)
+    return decoded(p, size, True, w[1] & 0xFFFFFFFFu, <unsigned>(w[1] >> 32))
+
+
+cdef object decoded(const uint8_t* p, int64_t size, bint escapes, int64_t chars, unsigned width):
+    """Valid UTF-8 of known extent as str, with the escapes of a JSON string or without."""
+    cdef void* data
+    text = PyUnicode_New(chars, 0x7F if width == 0 else 0xFF if width == 1 else 0xFFFF if width == 2 else 0x10FFFF)
+    data = PyUnicode_DATA(text)
+    if size < LONG_WORK:
+        decode_into(p, size, escapes, data, chars, width)
     else:
-        text = PyUnicode_New(chars, 0x10FFFF)
-        data = PyUnicode_DATA(text)
-        kernels.decode4(p, p + size, <uint32_t*>data, chars)
+        with nogil:
+            decode_into(p, size, escapes, data, chars, width)
     return text
+
+
+cdef void decode_into(
+    const uint8_t* p, int64_t size, bint escapes, void* data, int64_t chars, unsigned width
+) noexcept nogil:
+    if width < 2:
+        kernels.decode1(p, p + size, escapes, <uint8_t*>data, chars)
+    elif width == 2:
+        kernels.decode2(p, p + size, escapes, <uint16_t*>data, chars)
+    else:
+        kernels.decode4(p, p + size, escapes, <uint32_t*>data, chars)
 
 
 cdef int small_int(const uint8_t* p, int64_t size, int64_t* value) noexcept nogil:
@@ -346,7 +357,9 @@ cdef bint all_finite(Tape tape, int64_t at, int64_t last) except -1:
 
 cdef object decode_valid(const uint8_t* p, int64_t size):
     """Valid UTF-8 as str."""
-    return PyUnicode_DecodeUTF8(<const char*>p, size, NULL)
+    cdef unsigned width
+    cdef int64_t chars = kernels.extent(p, p + size, &width)
+    return decoded(p, size, False, chars, width)
 
 
 cdef object printed(Tape tape, int64_t at, bint canonical_form, tuple drop):
@@ -424,6 +437,7 @@ cdef Node make_node(Tape tape, int64_t at, Node parent):
 
 
 @cython.final
+@cython.no_gc
 @cython.freelist(64)
 cdef class Node:
     cdef Tape tape
@@ -763,6 +777,116 @@ cdef inline bint is_number(uint8_t first) noexcept nogil:
     return first == c"-" or c"0" <= first <= c"9"
 
 
+cdef enum:
+    MAX_FIELDS = 64
+
+FIELD_KINDS = ("any", "str", "int", "float", "bool", "object", "array")
+
+
+@cython.final
+cdef class Fields:
+    cdef tuple names
+    cdef Py_ssize_t n
+    cdef const char* name[MAX_FIELDS]       # UTF-8, owned by `names`
+    cdef Py_ssize_t size[MAX_FIELDS]
+    cdef int kind[MAX_FIELDS]               # position in FIELD_KINDS
+
+    def __init__(self, **kinds):
+        cdef Py_ssize_t i
+        if not 0 < len(kinds) <= MAX_FIELDS:
+            raise ValueError(f"{len(kinds)} fields, from 1 to {MAX_FIELDS} are allowed")
+        if self.names is not None:
+            raise TypeError("fields are fixed when they are made")
+        self.names = tuple(kinds)
+        for i, (name, kind) in enumerate(kinds.items()):
+            if kind not in FIELD_KINDS:
+                raise ValueError(f"field {name!r} has kind {kind!r}, not one of {', '.join(FIELD_KINDS)}")
+            self.name[i] = PyUnicode_AsUTF8AndSize(name, &self.size[i])
+            self.kind[i] = FIELD_KINDS.index(kind)
+        self.n = len(kinds)
+
+    cdef tuple take(self, Tape tape, int64_t at, Node node, Node parent):
+        """Values of the object at `at`, whose node is `node` or still to be made below `parent`."""
+        cdef const uint8_t* body = tape.t.body
+        cdef const uint64_t* words = tape.t.words
+        cdef int64_t found[MAX_FIELDS]
+        cdef int64_t last, word
+        cdef Py_ssize_t i, likely = 0, n = self.n
+        cdef int64_t length
+        cdef const uint8_t* name
+        cdef uint8_t first
+        if body[ds4_tape_start(words + at)] != c"{":
+            raise make_node(tape, at, parent).mismatch("object") if node is None else node.mismatch("object")
+        for i in range(n):
+            found[i] = -1
+        last = ds4_tape_second(words + at)
+        word = at + 2
+        while word < last:
+            i = -1
+            if ds4_tape_flags(words + word) & DS4_ESCAPED:
+                text = string_at(tape, word)
+                if text in self.names:
+                    i = self.names.index(text)
+                word += 2
+            else:
+                length = ds4_tape_second(words + word) - 2
+                name = body + ds4_tape_start(words + word) + 1
+                for _ in range(n):
+                    if self.size[likely] == length and memcmp(self.name[likely], name, length) == 0:
+                        i = likely
+                    likely = likely + 1 if likely + 1 < n else 0
+                    if i >= 0:
+                        break
+                word = ds4_tape_next(body, words, word)
+            if i >= 0:
+                found[i] = word
+            word = ds4_tape_next(body, words, word)
+        values = PyTuple_New(n)
+        for i in range(n):
+            value = None
+            if found[i] >= 0:
+                first = body[ds4_tape_start(words + found[i])]
+                if first == c'"' and self.kind[i] <= 1:
+                    value = string_at(tape, found[i])
+                elif first != c"n":
+                    if node is None:
+                        node = make_node(tape, at, parent)
+                    value = self.convert(make_node(tape, found[i], node), self.kind[i])
+            Py_INCREF(value)
+            PyTuple_SET_ITEM(values, i, value)
+        return values
+
+    cdef object convert(self, Node node, int kind):
+        cdef uint8_t first = node.first()
+        if kind == 0:
+            if first == c"{" or first == c"[":
+                return node
+            return node.loads()
+        if kind == 1:
+            return node.as_str()
+        if kind == 2:
+            return node.as_int()
+        if kind == 3:
+            return node.as_float()
+        if kind == 4:
+            return node.as_bool()
+        if kind == 5:
+            return node.as_object()
+        return node.as_array()
+
+    def read(self, Node node not None):
+        return self.take(node.tape, node.at, node, None)
+
+    def read_all(self, Node array not None):
+        cdef int64_t at = array.as_array().at + 2
+        cdef int64_t last = ds4_tape_second(array.tape.t.words + array.at)
+        rows = []
+        while at < last:
+            rows.append(self.take(array.tape, at, None, array))
+            at = ds4_tape_next(array.tape.t.body, array.tape.t.words, at)
+        return rows
+
+
 def parse(body):
     return make_node(scan(body), 0, None)
 
@@ -803,7 +927,7 @@ cdef int64_t escaped_size(int kind, bint is_ascii, const void* data, int64_t n) 
 cdef uint8_t* put_escaped(
     uint8_t* out, int64_t size, int kind, bint is_ascii, const void* data, int64_t n
 ) noexcept nogil:
-    """Writes exactly `size` bytes, the escaped form of the n characters; returns the end."""
+    """Writes the escaped form of the n characters, `size` bytes if that is known; returns the end."""
     cdef int64_t i = 0
     cdef uint8_t* end = out
     if is_ascii and size == n:
@@ -825,14 +949,24 @@ cpdef bytes sse_chunk(bytes head, str delta, bytes tail):
     cdef bint is_ascii = PyUnicode_IS_ASCII(delta)
     cdef const void* data = PyUnicode_DATA(delta)
     cdef Py_ssize_t n = PyUnicode_GET_LENGTH(delta)
-    cdef int64_t size = escaped_size(kind, is_ascii, data, n)
+    cdef int64_t size
+    cdef uint8_t brief[6 * BRIEF]
     cdef Py_ssize_t before = PyBytes_GET_SIZE(head)
     cdef Py_ssize_t after = PyBytes_GET_SIZE(tail)
+    cdef bint short_text = n <= BRIEF and not is_ascii
+    if short_text:
+        # Cheaper than to go over it twice.
+        size = put_escaped(brief, -1, kind, False, data, n) - brief
+    else:
+        size = escaped_size(kind, is_ascii, data, n)
     chunk = PyBytes_FromStringAndSize(NULL, before + size + after)
     cdef uint8_t* out = <uint8_t*>PyBytes_AS_STRING(chunk)
     memcpy(out, PyBytes_AS_STRING(head), before)
-    out = put_escaped(out + before, size, kind, is_ascii, data, n)
-    memcpy(out, PyBytes_AS_STRING(tail), after)
+    if short_text:
+        memcpy(out + before, brief, size)
+    else:
+        put_escaped(out + before, size, kind, is_ascii, data, n)
+    memcpy(out + before + size, PyBytes_AS_STRING(tail), after)
     return chunk
 
 

@@ -41,12 +41,13 @@
 #undef DS4_ISA_AVX2
 #if defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,bmi,bmi2,lzcnt,popcnt"))), \
-                             apply_to = function)
+#pragma clang attribute push(                                                                                        \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx2,bmi,bmi2,lzcnt,popcnt"))), \
+    apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,bmi,bmi2,lzcnt,popcnt")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx2,bmi,bmi2,lzcnt,popcnt")
 #endif
 #define DS4_ISA avx512
 #define DS4_ISA_AVX512
@@ -64,14 +65,21 @@
 typedef struct {
   const char* name;
   int (*scan)(ds4_json_tape*);
-  void (*decode1)(const uint8_t*, const uint8_t*, uint8_t*, int64_t);
-  void (*decode2)(const uint8_t*, const uint8_t*, uint16_t*, int64_t);
-  void (*decode4)(const uint8_t*, const uint8_t*, uint32_t*, int64_t);
+  void (*decode1)(const uint8_t*, const uint8_t*, int, uint8_t*, int64_t);
+  void (*decode2)(const uint8_t*, const uint8_t*, int, uint16_t*, int64_t);
+  void (*decode4)(const uint8_t*, const uint8_t*, int, uint32_t*, int64_t);
+  int64_t (*extent)(const uint8_t*, const uint8_t*, unsigned*);
   int64_t (*escaped_size)(const uint8_t*, int64_t);
 } ds4_json_kernels;
 
 #define DS4_KERNELS(isa) \
-  {#isa, ds4_json_scan_##isa, ds4_decode1_##isa, ds4_decode2_##isa, ds4_decode4_##isa, ds4_escaped_size_##isa}
+  {#isa,                 \
+   ds4_json_scan_##isa,  \
+   ds4_decode1_##isa,    \
+   ds4_decode2_##isa,    \
+   ds4_decode4_##isa,    \
+   ds4_extent_##isa,     \
+   ds4_escaped_size_##isa}
 // From the plainest to the best.
 static const ds4_json_kernels ds4_json_all[] = {
     DS4_KERNELS(scalar),
@@ -95,7 +103,8 @@ static inline int ds4_json_supported(int index) {
   }
   if (index == 3) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
   }
 #endif
   return index < DS4_JSON_N_ISA;

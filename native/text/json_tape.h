@@ -100,7 +100,7 @@ static inline const char* ds4_json_message(int error) {
 typedef struct {
   uint32_t word;   // its first word on the tape
   uint32_t count;  // finished members or elements
-  uint32_t name;   // word of the current member's name; 0 before the first
+  uint32_t name;   // word of the current member's name, 0 until that is read
   int is_object;
 } ds4_json_frame;
 
@@ -148,22 +148,45 @@ static inline int64_t ds4_tape_end(const uint8_t* body, const uint64_t* words, i
   return start + ds4_tape_second(words + at);
 }
 
-// The value of four hexadecimal digits, -1 if they are not.
+// What a byte is worth as a hexadecimal digit, -1 if it is none. A table, as digits and letters alternate at random.
+#define DS4_NONE4 -1, -1, -1, -1
+#define DS4_NONE16 DS4_NONE4, DS4_NONE4, DS4_NONE4, DS4_NONE4
+#define DS4_LETTERS16 -1, 10, 11, 12, 13, 14, 15, -1, DS4_NONE4, DS4_NONE4
+static const int8_t ds4_hex_digit[256] = {DS4_NONE16,
+                                          DS4_NONE16,
+                                          DS4_NONE16,
+                                          0,
+                                          1,
+                                          2,
+                                          3,
+                                          4,
+                                          5,
+                                          6,
+                                          7,
+                                          8,
+                                          9,
+                                          -1,
+                                          -1,
+                                          DS4_NONE4,
+                                          DS4_LETTERS16,
+                                          DS4_NONE16,
+                                          DS4_LETTERS16,
+                                          DS4_NONE16,
+                                          DS4_NONE16,
+                                          DS4_NONE16,
+                                          DS4_NONE16,
+                                          DS4_NONE16,
+                                          DS4_NONE16,
+                                          DS4_NONE16,
+                                          DS4_NONE16,
+                                          DS4_NONE16};
+#undef DS4_NONE4
+#undef DS4_NONE16
+#undef DS4_LETTERS16
+
+// The value of four hexadecimal digits, negative if they are not.
 static inline int32_t ds4_hex4(const uint8_t* p) {
-  int32_t v = 0;
-  for (int i = 0; i < 4; ++i) {
-    const uint8_t c = p[i];
-    int32_t d;
-    if (c >= '0' && c <= '9') {
-      d = c - '0';
-    } else if ((c | 32) >= 'a' && (c | 32) <= 'f') {
-      d = (c | 32) - 'a' + 10;
-    } else {
-      return -1;
-    }
-    v = v << 4 | d;
-  }
-  return v;
+  return ds4_hex_digit[p[0]] * 4096 | ds4_hex_digit[p[1]] * 256 | ds4_hex_digit[p[2]] * 16 | ds4_hex_digit[p[3]];
 }
 
 // The code point of the valid escape whose backslash is at p, and its length in bytes. A high surrogate takes the low
