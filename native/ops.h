@@ -22,6 +22,8 @@
 
 namespace ds4 {
 
+class LatentOps;  // ops_latent.h
+
 // A weight matrix (or vector) in the backend's own layout. Owned by the model, used by one backend only.
 class Weight {
  public:
@@ -63,7 +65,8 @@ struct StateSpec {
   int64_t heads = 1;        // a row is heads * width elements
   int64_t width = 0;
   int64_t ratio = 1;     // Append: tokens per row
-  int64_t capacity = 0;  // Ring: rows; Recurrent, Counter: rows of the fixed buffer
+  int64_t capacity = 0;  // Ring: rows, the row of position p at p % capacity; Recurrent, Counter: rows
+  int64_t need = 0;      // Ring: rows before position n that going on from n reads
   int64_t row_elements() const { return heads * width; }
 };
 
@@ -86,6 +89,10 @@ class State {
   virtual void export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const = 0;
   virtual void import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) = 0;
   virtual size_t resident_bytes() const = 0;
+  // Host memory of row `row` of buffer `index`, f32, as the payload stores it; for buffers of type F32 in host memory
+  // only (else Invalid). A Ring takes the position as `row`. `writable_row` makes the row this state's own first.
+  virtual const float* readable_row(size_t index, int64_t row) const = 0;
+  virtual float* writable_row(size_t index, int64_t row) = 0;
 };
 
 // One token row of a step: which session's state it reads and appends to, at which position.
@@ -158,6 +165,9 @@ class Ops {
                          int64_t head_dim, float scale, Tensor out) = 0;
   // out[i] = x[index[i]]                                                         out [n, dim]
   virtual void gather(Tensor x, std::span<const int32_t> index, Tensor out) = 0;
+
+  // The operations of the DeepSeek V4 family; null where the backend has none.
+  virtual LatentOps* latent() { return nullptr; }
 };
 
 }  // namespace ds4

@@ -83,6 +83,17 @@ PyBackend open_backend(const std::string& kind, int threads, const std::string& 
   return {std::make_shared<Backend>(std::move(ops)), std::move(plan)};
 }
 
+HyperValue hyper_list(const std::string& name, const py::sequence& values) {
+  bool whole = true;
+  for (const auto& v : values) {
+    if (py::isinstance<py::bool_>(v) || !(py::isinstance<py::int_>(v) || py::isinstance<py::float_>(v)))
+      throw Invalid(name + " is a list of something else than numbers");
+    whole = whole && py::isinstance<py::int_>(v);
+  }
+  if (whole) return values.cast<std::vector<int64_t>>();
+  return values.cast<std::vector<double>>();
+}
+
 std::map<std::string, HyperValue> hyper_params(const py::dict& given) {
   std::map<std::string, HyperValue> out;
   for (const auto& [key, value] : given) {
@@ -95,8 +106,10 @@ std::map<std::string, HyperValue> hyper_params(const py::dict& given) {
       out[name] = value.cast<double>();
     else if (py::isinstance<py::str>(value))
       out[name] = value.cast<std::string>();
+    else if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value))
+      out[name] = hyper_list(name, value.cast<py::sequence>());
     else
-      throw Invalid(name + " is neither a number nor a string");
+      throw Invalid(name + " is neither a number nor a string nor a list of numbers");
   }
   return out;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "model/deepseek4.h"
 #include "model/llama.h"
 #include "quant/quant.h"
 
@@ -37,6 +38,7 @@ std::unique_ptr<Model> make_model(const std::string& family, HyperParams params,
   if (kv_type != DType::F16 && kv_type != DType::BF16 && kv_type != DType::F32)
     throw Unsupported(std::string("KV cache of type ") + dtype_name(kv_type));
   if (family == "llama") return make_llama(std::move(params), std::move(tensors), kv_type);
+  if (family == "deepseek4") return make_deepseek4(std::move(params), std::move(tensors));
   throw Unsupported("general.architecture '" + family + "' is not implemented");
 }
 

@@ -42,6 +42,37 @@ double HyperParams::real_or(const std::string& key, double otherwise) {
   return has(key) ? real(key) : otherwise;
 }
 
+bool HyperParams::flag_or(const std::string& key, bool otherwise) {
+  const HyperValue* value = take(key);
+  if (!value) return otherwise;
+  if (std::holds_alternative<bool>(*value)) return std::get<bool>(*value);
+  wrong(key, "true or false");
+}
+
+std::vector<int64_t> HyperParams::integers(const std::string& key) {
+  const HyperValue* value = take(key);
+  if (value && std::holds_alternative<std::vector<int64_t>>(*value)) return std::get<std::vector<int64_t>>(*value);
+  wrong(key, "a list of integers");
+}
+
+double HyperParams::uniform_or(const std::string& key, double otherwise) {
+  const HyperValue* value = take(key);
+  if (!value) return otherwise;
+  std::vector<double> all;
+  if (std::holds_alternative<std::vector<double>>(*value)) {
+    all = std::get<std::vector<double>>(*value);
+  } else if (std::holds_alternative<std::vector<int64_t>>(*value)) {
+    const auto& list = std::get<std::vector<int64_t>>(*value);
+    all.assign(list.begin(), list.end());
+  } else {
+    return real(key);
+  }
+  if (all.empty()) return otherwise;
+  for (const double v : all)
+    if (v != all.front()) throw Unsupported(key + ": different values per layer are not implemented");
+  return all.front();
+}
+
 std::string HyperParams::text_or(const std::string& key, const std::string& otherwise) {
   const HyperValue* value = take(key);
   if (!value) return otherwise;
@@ -89,6 +120,11 @@ std::optional<MatrixView> TensorTable::vector_if_present(const std::string& name
 
 MatrixView TensorTable::matrix(const std::string& name, int64_t rows, int64_t cols) {
   if (const auto view = matrix_if_present(name, rows, cols)) return *view;
+  throw Invalid(name + ": tensor is missing");
+}
+
+MatrixView TensorTable::slabs(const std::string& name, int64_t count, int64_t rows, int64_t cols) {
+  if (const auto view = take(tensors_, taken_, name, 3, count * rows, cols)) return *view;
   throw Invalid(name + ": tensor is missing");
 }
 

@@ -8,12 +8,13 @@
 #include <set>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include "types.h"
 
 namespace ds4 {
 
-using HyperValue = std::variant<bool, int64_t, double, std::string>;
+using HyperValue = std::variant<bool, int64_t, double, std::string, std::vector<int64_t>, std::vector<double>>;
 
 // Keys are GGUF's without the architecture prefix: "attention.head_count". Getters throw Invalid, naming the key, when
 // it is missing or of another type.
@@ -28,6 +29,10 @@ class HyperParams {
   int64_t size(const std::string& key, int64_t low, int64_t high);
   double real(const std::string& key);
   double real_or(const std::string& key, double otherwise);
+  bool flag_or(const std::string& key, bool otherwise);
+  std::vector<int64_t> integers(const std::string& key);
+  // One number, or the same number for every layer.
+  double uniform_or(const std::string& key, double otherwise);
   std::string text_or(const std::string& key, const std::string& otherwise);
   // Keys with this prefix change nothing in the computation.
   void ignore(const std::string& prefix);
@@ -55,6 +60,9 @@ class TensorTable {
   // Throw Invalid, naming the tensor, when it is missing or has another shape than asked for.
   MatrixView matrix(const std::string& name, int64_t rows, int64_t cols);
   MatrixView vector(const std::string& name, int64_t dim);
+  // `count` matrices of one shape, stored one after the other: a view of count * rows rows.
+  MatrixView slabs(const std::string& name, int64_t count, int64_t rows, int64_t cols);
+  bool has(const std::string& name) const { return tensors_.contains(name); }
   std::optional<MatrixView> matrix_if_present(const std::string& name, int64_t rows, int64_t cols);
   std::optional<MatrixView> vector_if_present(const std::string& name, int64_t dim);
   // Throws Unsupported, naming the tensor, when one is left that nobody has taken.

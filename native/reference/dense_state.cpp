@@ -101,6 +101,17 @@ size_t DenseState::resident_bytes() const {
   return n;
 }
 
+const float* DenseState::readable_row(size_t index, int64_t row) const {
+  if (index < buffers_.size() && buffers_[index].spec.kind == StateKind::Ring) row %= buffers_[index].spec.capacity;
+  const Buffer& b = at(index, row, 1);
+  if (b.spec.type != DType::F32) throw Invalid("state buffer " + b.spec.name + " does not hold f32 rows");
+  return reinterpret_cast<const float*>(b.bytes.data() + static_cast<size_t>(row) * b.row_bytes);
+}
+
+float* DenseState::writable_row(size_t index, int64_t row) {
+  return const_cast<float*>(readable_row(index, row));
+}
+
 void DenseState::read_row(size_t index, int64_t row, std::span<float> out) const {
   const Buffer& b = at(index, row, 1);
   dequantize_row(b.spec.type, b.bytes.data() + static_cast<size_t>(row) * b.row_bytes, out.data(),

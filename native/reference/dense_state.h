@@ -20,6 +20,9 @@ class DenseState final : public State {
   void import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) override;
   size_t resident_bytes() const override;
 
+  const float* readable_row(size_t index, int64_t row) const override;
+  float* writable_row(size_t index, int64_t row) override;
+
   // Row `row` of buffer `index` as f32; width is the spec's row_elements().
   void read_row(size_t index, int64_t row, std::span<float> out) const;
   // Rounds to the spec's type.
