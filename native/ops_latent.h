@@ -124,7 +124,8 @@ class LatentOps {
   //   logits [T, E], bias [1, E] or null, table [vocab, k] as I32 or null
   virtual Routing route(Tensor logits, const Weight* bias, const Weight* table, std::span<const int32_t> ids, int64_t k,
                         float scale) = 0;
-  // Experts' matrices: each part holds `experts` slabs of rows. SwiGLU takes {gate, up}, Linear {down}.
+  // The experts' matrices in order, of one shape and type: gate_0, up_0, gate_1, ... for SwiGLU, down_0, ... for
+  // Linear.
   virtual std::unique_ptr<Weight> load_experts(std::span<const MatrixView> parts, int64_t experts, WeightUse use) = 0;
   // An I32 table, [rows, cols].
   virtual std::unique_ptr<Weight> load_table(const MatrixView& view) = 0;

@@ -145,7 +145,8 @@ struct LayerTensors {
   M index_bias, index_norm;
   M ffn_norm, router, router_bias, router_table;
   Stack experts_gate_up, shared_gate_up;
-  M experts_down, shared_down;
+  Stack experts_down;
+  M shared_down;
 };
 using LayerFile = LayerTensors<MatrixView, std::vector<MatrixView>>;
 using LayerWeights = LayerTensors<std::unique_ptr<Weight>, std::unique_ptr<Weight>>;
@@ -309,8 +310,9 @@ class DeepSeek4 final : public Model {
     } else {
       throw Invalid(prefix + "exp_probs_b.bias: tensor is missing");
     }
-    f.experts_gate_up = {tensors.slabs(prefix + "ffn_gate_exps.weight", s.experts, s.ff, s.width),
-                         tensors.slabs(prefix + "ffn_up_exps.weight", s.experts, s.ff, s.width)};
+    const auto gate = tensors.slabs(prefix + "ffn_gate_exps.weight", s.experts, s.ff, s.width);
+    const auto up = tensors.slabs(prefix + "ffn_up_exps.weight", s.experts, s.ff, s.width);
+    for (size_t e = 0; e < gate.size(); ++e) f.experts_gate_up.insert(f.experts_gate_up.end(), {gate[e], up[e]});
     f.experts_down = tensors.slabs(prefix + "ffn_down_exps.weight", s.experts, s.width, s.ff);
     f.shared_gate_up = {matrix("ffn_gate_shexp.weight", s.shared * s.ff, s.width),
                         matrix("ffn_up_shexp.weight", s.shared * s.ff, s.width)};
@@ -384,7 +386,7 @@ class DeepSeek4 final : public Model {
     w.ffn_norm = one(f.ffn_norm), w.router = one(f.router), w.router_bias = one(f.router_bias);
     if (f.router_table.data) w.router_table = keep(latent_->load_table(f.router_table));
     w.experts_gate_up = keep(latent_->load_experts(f.experts_gate_up, shape_.experts, WeightUse::SwiGLU));
-    w.experts_down = keep(latent_->load_experts({&f.experts_down, 1}, shape_.experts, WeightUse::Linear));
+    w.experts_down = keep(latent_->load_experts(f.experts_down, shape_.experts, WeightUse::Linear));
     w.shared_gate_up = stack(f.shared_gate_up, WeightUse::SwiGLU), w.shared_down = one(f.shared_down);
     layers_.push_back(std::move(w));
   }

@@ -1,5 +1,7 @@
 #include "model/source.h"
 
+#include "quant/quant.h"
+
 namespace ds4 {
 
 const HyperValue* HyperParams::take(const std::string& key) {
@@ -123,9 +125,19 @@ MatrixView TensorTable::matrix(const std::string& name, int64_t rows, int64_t co
   throw Invalid(name + ": tensor is missing");
 }
 
-MatrixView TensorTable::slabs(const std::string& name, int64_t count, int64_t rows, int64_t cols) {
-  if (const auto view = take(tensors_, taken_, name, 3, count * rows, cols)) return *view;
-  throw Invalid(name + ": tensor is missing");
+std::vector<MatrixView> TensorTable::slabs(const std::string& name, int64_t count, int64_t rows, int64_t cols) {
+  std::vector<MatrixView> out;
+  if (const auto all = take(tensors_, taken_, name, 3, count * rows, cols)) {
+    const size_t bytes = static_cast<size_t>(rows) * row_bytes(all->type, cols);
+    for (int64_t i = 0; i < count; ++i)
+      out.push_back({static_cast<const std::byte*>(all->data) + static_cast<size_t>(i) * bytes, rows, cols, all->type});
+    return out;
+  }
+  const size_t dot = name.rfind('.');
+  if (!has(name.substr(0, dot) + ".0" + name.substr(dot))) throw Invalid(name + ": tensor is missing");
+  for (int64_t i = 0; i < count; ++i)
+    out.push_back(matrix(name.substr(0, dot) + "." + std::to_string(i) + name.substr(dot), rows, cols));
+  return out;
 }
 
 MatrixView TensorTable::vector(const std::string& name, int64_t dim) {

@@ -60,8 +60,9 @@ class TensorTable {
   // Throw Invalid, naming the tensor, when it is missing or has another shape than asked for.
   MatrixView matrix(const std::string& name, int64_t rows, int64_t cols);
   MatrixView vector(const std::string& name, int64_t dim);
-  // `count` matrices of one shape, stored one after the other: a view of count * rows rows.
-  MatrixView slabs(const std::string& name, int64_t count, int64_t rows, int64_t cols);
+  // `count` matrices of one shape: one tensor of three axes, or one of two axes each, "base.0.weight" for number 0 of
+  // "base.weight".
+  std::vector<MatrixView> slabs(const std::string& name, int64_t count, int64_t rows, int64_t cols);
   bool has(const std::string& name) const { return tensors_.contains(name); }
   std::optional<MatrixView> matrix_if_present(const std::string& name, int64_t rows, int64_t cols);
   std::optional<MatrixView> vector_if_present(const std::string& name, int64_t dim);

@@ -3,6 +3,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "ops_latent.h"
+
 namespace ds4 {
 namespace {
 
@@ -35,6 +37,8 @@ class FaultyState final : public State {
     inner_->import_rows(index, first, count, in);
   }
   size_t resident_bytes() const override { return inner_->resident_bytes(); }
+  const float* readable_row(size_t index, int64_t row) const override { return inner_->readable_row(index, row); }
+  float* writable_row(size_t index, int64_t row) override { return inner_->writable_row(index, row); }
 
  private:
   std::unique_ptr<State> inner_;
@@ -47,11 +51,76 @@ std::vector<RowRef> unwrap(std::span<const RowRef> rows) {
   return out;
 }
 
+class FaultyLatentOps final : public LatentOps {
+ public:
+  FaultyLatentOps(LatentOps& inner, std::shared_ptr<FaultPlan> plan) : inner_(inner), plan_(std::move(plan)) {}
+
+  void hc_in(const HyperConnection& hc, Tensor streams, Tensor y, Tensor mix) override {
+    counted().hc_in(hc, streams, y, mix);
+  }
+  void hc_out(Tensor out, Tensor mix, int64_t n, Tensor streams) override { counted().hc_out(out, mix, n, streams); }
+  void hc_head(const HyperConnection& hc, Tensor streams, Tensor y) override { counted().hc_head(hc, streams, y); }
+  void head_norm(Tensor x, int64_t heads, float eps) override { counted().head_norm(x, heads, eps); }
+  void rope_table_f32(std::span<const RowRef> rows, std::span<const float> freq, Tensor out) override {
+    counted().rope_table_f32(unwrap(rows), freq, out);
+  }
+  void rope_tail(Tensor x, Tensor table, int64_t heads, bool inverse) override {
+    counted().rope_tail(x, table, heads, inverse);
+  }
+  void round_rows(Tensor x, int64_t heads, RowRounding rounding, int64_t rotated) override {
+    counted().round_rows(x, heads, rounding, rotated);
+  }
+  void ring_store(Tensor x, std::span<const RowRef> rows, size_t ring) override {
+    counted().ring_store(x, unwrap(rows), ring);
+  }
+  void compress(Tensor kg, std::span<const RowRef> rows, const Compressor& c) override {
+    counted().compress(kg, unwrap(rows), c);
+  }
+  Selection select(Tensor q, Tensor weight, std::span<const RowRef> rows, size_t index_rows, int64_t ratio,
+                   int64_t heads, int64_t k) override {
+    return counted().select(q, weight, unwrap(rows), index_rows, ratio, heads, k);
+  }
+  void latent_attention(Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
+                        const Selection* selection, Tensor out) override {
+    counted().latent_attention(q, kv, unwrap(rows), a, selection, out);
+  }
+  void grouped_linear(const Weight& w, Tensor x, int64_t groups, Tensor y) override {
+    counted().grouped_linear(w, x, groups, y);
+  }
+  void linear_swiglu_clamped(const Weight& w, Tensor x, float limit, Tensor y) override {
+    counted().linear_swiglu_clamped(w, x, limit, y);
+  }
+  Routing route(Tensor logits, const Weight* bias, const Weight* table, std::span<const int32_t> ids, int64_t k,
+                float scale) override {
+    return counted().route(logits, bias, table, ids, k, scale);
+  }
+  std::unique_ptr<Weight> load_experts(std::span<const MatrixView> parts, int64_t experts, WeightUse use) override {
+    return inner_.load_experts(parts, experts, use);
+  }
+  std::unique_ptr<Weight> load_table(const MatrixView& view) override { return inner_.load_table(view); }
+  void moe(const Weight& gate_up, const Weight& down, Tensor x, const Routing& routing, float limit,
+           Tensor y) override {
+    counted().moe(gate_up, down, x, routing, limit, y);
+  }
+
+ private:
+  LatentOps& counted() {
+    if (due(*plan_)) throw std::runtime_error("injected failure");
+    return inner_;
+  }
+
+  LatentOps& inner_;
+  std::shared_ptr<FaultPlan> plan_;
+};
+
 class FaultyOps final : public Ops {
  public:
   FaultyOps(std::unique_ptr<Ops> inner, std::shared_ptr<FaultPlan> plan)
-      : inner_(std::move(inner)), plan_(std::move(plan)) {}
+      : inner_(std::move(inner)), plan_(std::move(plan)) {
+    if (LatentOps* latent = inner_->latent()) latent_ = std::make_unique<FaultyLatentOps>(*latent, plan_);
+  }
 
+  LatentOps* latent() override { return latent_.get(); }
   std::string name() const override { return inner_->name() + " with injected failures"; }
   std::unique_ptr<Weight> load(std::span<const MatrixView> parts, WeightUse use) override {
     return inner_->load(parts, use);
@@ -119,6 +188,7 @@ class FaultyOps final : public Ops {
   }
 
   std::unique_ptr<Ops> inner_;
+  std::unique_ptr<LatentOps> latent_;
   std::shared_ptr<FaultPlan> plan_;
 };
 

@@ -361,18 +361,9 @@ class ReferenceLatentOps final : public LatentOps {
   }
 
   std::unique_ptr<Weight> load_experts(std::span<const MatrixView> parts, int64_t experts, WeightUse use) override {
-    require(!parts.empty() && experts > 0, "load_experts of nothing");
-    // Expert by expert, so that an expert's gate and up rows stand together.
-    std::vector<MatrixView> slabs;
-    for (int64_t e = 0; e < experts; ++e)
-      for (const MatrixView& part : parts) {
-        require(part.rows % experts == 0, "experts do not divide the rows");
-        const int64_t rows = part.rows / experts;
-        const auto* data = static_cast<const std::byte*>(part.data);
-        slabs.push_back(
-            {data + static_cast<size_t>(e * rows) * row_bytes(part.type, part.cols), rows, part.cols, part.type});
-      }
-    return std::make_unique<DenseWeight>(slabs);
+    require(experts > 0 && static_cast<int64_t>(parts.size()) == experts * (use == WeightUse::SwiGLU ? 2 : 1),
+            "load_experts of another number of matrices");
+    return std::make_unique<DenseWeight>(parts);
   }
 
   std::unique_ptr<Weight> load_table(const MatrixView& view) override { return std::make_unique<IntTable>(view); }
