@@ -52,6 +52,8 @@ class PayloadHeader:
     fingerprint: str
     vocab: int
     n_tokens: int
+    longest: int
+    """The most tokens that the state has held: ring buffers have lost what lies further back."""
     logits: bool
     buffers: tuple[BufferHeader, ...]
 
@@ -72,9 +74,10 @@ def _rows_per_chunk(row_bytes: int) -> int:
     return max(1, _CHUNK // row_bytes)
 
 
-def payload_bytes(model: _cpu.Model, family: str, fingerprint: str, n_tokens: int, logits: bool) -> int:
-    """Size of the payload of a session of n_tokens tokens."""
-    header = PayloadHeader(family, fingerprint, model.vocab, n_tokens, logits, _buffers(model, n_tokens))
+def payload_bytes(model: _cpu.Model, session: _cpu.Session, family: str, fingerprint: str) -> int:
+    """Size of the payload that `write_payload` would write."""
+    n_tokens, logits = session.n_tokens, session.has_logits
+    header = PayloadHeader(family, fingerprint, model.vocab, n_tokens, session.longest, logits, _buffers(model, n_tokens))
     return (
         _PREFIX.size
         + len(_encode(header))
@@ -93,7 +96,7 @@ def write_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerp
     tokens = session.tokens
     logits = session.logits() if session.has_logits else None
     header = PayloadHeader(
-        family, fingerprint, model.vocab, len(tokens), logits is not None, _buffers(model, len(tokens))
+        family, fingerprint, model.vocab, len(tokens), session.longest, logits is not None, _buffers(model, len(tokens))
     )
     encoded = _encode(header)
     written = 0
@@ -191,7 +194,7 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
         if np.isnan(logits).any():
             raise CheckpointError("payload is damaged: a logit is not a number")
     try:
-        session.begin_import(tokens)
+        session.begin_import(tokens, header.longest)
         scratch = bytearray()
         for index, buffer in enumerate(expected):
             row_bytes = _row_bytes(model, index)

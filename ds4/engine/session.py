@@ -156,7 +156,7 @@ class Session:
     def payload_bytes(self) -> int:
         """Bytes that `save` will write."""
         m = self._model
-        return payload.payload_bytes(m.native, m.family, m.fingerprint, self.n_tokens, self.has_logits)
+        return payload.payload_bytes(m.native, self.native, m.family, m.fingerprint)
 
     def save(self, file: BinaryIO) -> int:
         return payload.write_payload(self._model.native, self.native, self._model.family, self._model.fingerprint, file)

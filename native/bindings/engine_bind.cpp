@@ -361,6 +361,7 @@ void bind_engine(py::module_& m) {
             return s.common_prefix(ids);
           },
           py::arg("tokens"))
+      .def_property_readonly("longest", &Session::longest)
       .def("can_rewind", &Session::can_rewind, py::arg("n_tokens"), NoGil())
       .def("rewind", &Session::rewind, py::arg("n_tokens"), NoGil())
       .def("clear", &Session::clear, NoGil())
@@ -375,12 +376,12 @@ void bind_engine(py::module_& m) {
           py::arg("index"), py::arg("first"), py::arg("count"), py::arg("out"))
       .def(
           "begin_import",
-          [](Session& s, const py::handle& tokens) {
+          [](Session& s, const py::handle& tokens, int64_t longest) {
             const std::vector<int32_t> ids = token_ids(tokens);
             const py::gil_scoped_release release;
-            s.begin_import(ids);
+            s.begin_import(ids, longest);
           },
-          py::arg("tokens"))
+          py::arg("tokens"), py::arg("longest"))
       .def(
           "import_rows",
           [](Session& s, size_t index, int64_t first, int64_t count, const py::buffer& in) {

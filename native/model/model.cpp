@@ -8,10 +8,11 @@
 
 namespace ds4 {
 
-bool Model::can_truncate(int64_t from, int64_t to) const {
-  const auto& specs = state_specs();
-  return to == from || to == 0 ||
-         std::all_of(specs.begin(), specs.end(), [](const StateSpec& s) { return s.kind == StateKind::Append; });
+bool can_truncate(std::span<const StateSpec> specs, int64_t longest, int64_t to) {
+  return to == 0 || std::all_of(specs.begin(), specs.end(), [&](const StateSpec& s) {
+           if (s.kind == StateKind::Append) return true;
+           return s.kind == StateKind::Ring && longest - s.capacity <= std::max<int64_t>(0, to - s.need);
+         });
 }
 
 int64_t payload_rows(const StateSpec& spec, int64_t tokens) {

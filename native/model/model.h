@@ -39,9 +39,6 @@ class Model {
 
   // Order and names are part of the checkpoint format.
   virtual const std::vector<StateSpec>& state_specs() const = 0;
-  // Whether a session of `from` tokens can be cut to `to` with nothing but State::truncate. True for append-only
-  // families; a family with rings or recurrent buffers says what its buffers still hold.
-  virtual bool can_truncate(int64_t from, int64_t to) const;
   // Bytes of activations of a step of `rows` token rows, `wanted` of them with logits.
   virtual size_t workspace_bytes(int64_t rows, int64_t wanted) const = 0;
 
@@ -55,6 +52,9 @@ class Model {
   virtual Tensor forward(const Batch& batch) = 0;
 };
 
+// Whether buffers that have held up to `longest` tokens still hold all that a session cut to `to` tokens goes on from.
+// Append buffers always do, rings as far as they reach back, recurrent buffers never (but for nothing at all).
+bool can_truncate(std::span<const StateSpec> specs, int64_t longest, int64_t to);
 // Rows of a buffer that carry information when the session holds `tokens` tokens. A ring is counted in slots.
 int64_t payload_rows(const StateSpec& spec, int64_t tokens);
 // Bytes of all buffers of a session of `tokens` tokens, as the payload stores them.

@@ -34,6 +34,11 @@ std::vector<int32_t> Session::tokens() const {
   return tokens_;
 }
 
+int64_t Session::longest() const {
+  const std::scoped_lock lock(model_->backend->busy);
+  return longest_;
+}
+
 size_t Session::resident_bytes() const {
   const std::scoped_lock lock(model_->backend->busy);
   return state_->resident_bytes() + tokens_.capacity() * sizeof(int32_t) + logits_.capacity() * sizeof(float);
@@ -48,7 +53,7 @@ int64_t Session::common_prefix(std::span<const int32_t> ids) const {
 
 bool Session::can_rewind_locked(int64_t n) const {
   const auto have = static_cast<int64_t>(tokens_.size());
-  return n >= 0 && n <= have && model_->model->can_truncate(have, n);
+  return n == have || (n >= 0 && n < have && can_truncate(model_->model->state_specs(), longest_, n));
 }
 
 bool Session::can_rewind(int64_t n) const {
@@ -60,6 +65,7 @@ void Session::clear_locked() noexcept {
   state_->truncate(0);
   tokens_.clear();
   n_tokens_ = 0;
+  longest_ = 0;
   logits_.clear();
   importing_.clear();
 }
@@ -83,6 +89,7 @@ void Session::rewind_locked(int64_t n) {
     clear_locked();
     throw SessionInvalid("the state of " + std::to_string(have) + " tokens cannot be cut to " + std::to_string(n));
   }
+  if (n == 0) return clear_locked();
   state_->truncate(n);
   tokens_.resize(static_cast<size_t>(n));
   n_tokens_ = n;
@@ -105,6 +112,7 @@ void Session::fork_from(const Session& other, int64_t n) {
     tokens_.assign(other.tokens_.begin(), other.tokens_.begin() + static_cast<ptrdiff_t>(n));
     if (n == have) logits_ = other.logits_;
     state_->fork_from(*other.state_, n);
+    longest_ = other.longest_;
     n_tokens_ = n;
   } catch (...) {
     clear_locked();
@@ -133,11 +141,15 @@ void Session::export_rows(size_t index, int64_t first, int64_t count, std::span<
   state_->export_rows(index, first, count, out);
 }
 
-void Session::begin_import(std::span<const int32_t> ids) {
+void Session::begin_import(std::span<const int32_t> ids, int64_t longest) {
   const std::scoped_lock lock(model_->backend->busy);
   check_ids(ids, model_->model->vocab());
   if (static_cast<int64_t>(ids.size()) > ctx_) throw ContextLength(static_cast<int64_t>(ids.size()), ctx_);
+  if (longest < static_cast<int64_t>(ids.size()))
+    throw Invalid("a session of " + std::to_string(ids.size()) + " tokens that never held more than " +
+                  std::to_string(longest));
   clear_locked();
+  longest_ = longest;
   importing_.assign(ids.begin(), ids.end());
   state_->reserve(static_cast<int64_t>(ids.size()));
 }
@@ -232,7 +244,11 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
       }
       if (row.sampler) row.sampled = row.sampler->sample({values, static_cast<size_t>(vocab)}, &row.logprobs);
     }
-    for (const StepRow& row : rows) row.session->n_tokens_ = static_cast<int64_t>(row.session->tokens_.size());
+    for (const StepRow& row : rows) {
+      const auto n = static_cast<int64_t>(row.session->tokens_.size());
+      row.session->n_tokens_ = n;
+      row.session->longest_ = std::max(row.session->longest_, n);
+    }
   } catch (const std::exception& e) {
     for (const StepRow& row : rows) row.session->clear_locked();
     throw StepFailed(e.what());

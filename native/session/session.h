@@ -64,6 +64,8 @@ class Session {
   int64_t ctx() const { return ctx_; }
   int64_t n_tokens() const { return n_tokens_.load(std::memory_order_relaxed); }
   std::vector<int32_t> tokens() const;
+  // The most tokens that the state has held since it was cleared: rings have lost what lies further back.
+  int64_t longest() const;
   size_t resident_bytes() const;
 
   // Length of the equal prefix.
@@ -85,7 +87,8 @@ class Session {
   void export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const;
   // Replaces the session: `begin_import` clears it and makes room for the tokens; rows follow; `finish_import` makes it
   // valid. Between the two the session counts as empty. Token ids are checked (Invalid), room too (ContextLength).
-  void begin_import(std::span<const int32_t> ids);
+  // `longest` is the saved session's, at least the number of tokens (else Invalid).
+  void begin_import(std::span<const int32_t> ids, int64_t longest);
   void import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in);
   // `logits` is [vocab] or empty.
   void finish_import(std::span<const float> logits);
@@ -102,7 +105,8 @@ class Session {
   std::unique_ptr<State> state_;
   std::vector<int32_t> tokens_;
   std::atomic<int64_t> n_tokens_{0};  // tokens_.size(), readable beside a running step
-  std::vector<float> logits_;         // empty: none
+  int64_t longest_ = 0;
+  std::vector<float> logits_;  // empty: none
   std::vector<int32_t> importing_;
 };
 
