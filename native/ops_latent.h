@@ -113,6 +113,8 @@ class LatentOps {
   //   q [T, heads * D], kv [T, D], out [T, heads * D]
   virtual void latent_attention(Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
                                 const Selection* selection, Tensor out) = 0;
+  // A matrix for grouped_linear.
+  virtual std::unique_ptr<Weight> load_grouped(const MatrixView& view, int64_t groups) = 0;
   // Block-diagonal y = W x: group g of the rows of W reads columns of group g of x only.
   //   w [groups * rank, in], x [T, groups * in], y [T, groups * rank]
   virtual void grouped_linear(const Weight& w, Tensor x, int64_t groups, Tensor y) = 0;

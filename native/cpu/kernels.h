@@ -60,8 +60,8 @@ struct Kernels {
   void (*rms_norm)(const float* x, const float* gain, float eps, int64_t n, float* y);
   // Writes token `t` of a group of `group` tokens; `x` is readable up to the next multiple of 32, zeros beyond n.
   void (*pack_act)(ActKind kind, const float* x, int64_t n, int64_t group, int64_t t, uint8_t* out);
-  // y = silu(g) * u.
-  void (*swiglu)(const float* g, const float* u, int64_t n, float* y);
+  // y = silu(min(g, limit)) * clamp(u, +-limit).
+  void (*swiglu)(const float* g, const float* u, int64_t n, float limit, float* y);
   // Rotates `heads` heads of width `dim` in place; cs: cos [pairs], sin [pairs].
   void (*rope)(float* x, int64_t heads, int64_t dim, const float* cs, int64_t pairs, bool interleaved);
   void (*to_f16)(const float* x, int64_t n, uint16_t* out);

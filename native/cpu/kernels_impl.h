@@ -240,10 +240,11 @@ void pack_act(ActKind kind, const float* x, int64_t n, int64_t group, int64_t t,
   }
 }
 
-void swiglu(const float* g, const float* u, int64_t n, float* y) {
+void swiglu(const float* g, const float* u, int64_t n, float limit, float* y) {
   for (int64_t i = 0; i < n; i += 16) {
-    const Vf v = load(g + i);
-    store(y + i, mul(div(v, add(set1(1.0f), exp(sub(zero(), v)))), load(u + i)));
+    const Vf v = min(load(g + i), set1(limit));
+    const Vf w = max(min(load(u + i), set1(limit)), set1(-limit));
+    store(y + i, mul(div(v, add(set1(1.0f), exp(sub(zero(), v)))), w));
   }
 }
 

@@ -2,11 +2,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <span>
 
 #include "cpu/attention.h"
 #include "cpu/cpu.h"
 #include "cpu/kernels.h"
+#include "cpu/latent.h"
 #include "cpu/memory.h"
 #include "cpu/packed.h"
 #include "cpu/paged_state.h"
@@ -77,7 +79,14 @@ class Arena {
 
 class CpuOps final : public Ops {
  public:
-  CpuOps(int threads, const Kernels& kernels) : kernels_(kernels), pool_(threads), attention_(kernels, pool_) {}
+  CpuOps(int threads, const Kernels& kernels, const LatentKernels& latent)
+      : kernels_(kernels), pool_(threads), attention_(kernels, pool_) {
+    const auto swiglu = [this](const Weight& w, Tensor x, float limit, Tensor y) {
+      this->swiglu(w, x, nullptr, limit, y);
+    };
+    latent_ = make_latent_ops(*this, swiglu, latent, pool_);
+  }
+  LatentOps* latent() override { return latent_.get(); }
 
   std::string name() const override {
     return std::string("cpu (") + kernels_.name + ", " + std::to_string(pool_.threads()) +
@@ -160,6 +169,10 @@ class CpuOps final : public Ops {
   }
 
   void linear_swiglu(const Weight& weight, Tensor x, const Norm* norm, Tensor y) override {
+    swiglu(weight, x, norm, std::numeric_limits<float>::infinity(), y);
+  }
+
+  void swiglu(const Weight& weight, Tensor x, const Norm* norm, float limit, Tensor y) {
     const PackedWeight& w = packed(weight);
     require(x.n == y.n && x.dim == w.cols() && 2 * y.dim == w.rows(), "linear_swiglu shapes");
     require(w.use() == WeightUse::SwiGLU, "linear_swiglu: a weight loaded for another use");
@@ -170,7 +183,7 @@ class CpuOps final : public Ops {
       for (const Group& group : groups) {
         run_tile(gate, tile, group, w.cols(), &group == groups.data(), g);
         run_tile(up, tile, group, w.cols(), &group == groups.data(), u);
-        kernels_.swiglu(g, u, 16 * group.tokens, g);
+        kernels_.swiglu(g, u, 16 * group.tokens, limit, g);
         const int64_t n = std::min(kTileRows, gate.rows - tile * kTileRows);
         for (int64_t t = 0; t < group.tokens; ++t)
           std::copy_n(g + 16 * t, n, row_of(y, group.first + t) + tile * kTileRows);
@@ -372,6 +385,7 @@ class CpuOps final : public Ops {
   PagePools pools_;
   Attention attention_;
   Arena arena_;
+  std::unique_ptr<LatentOps> latent_;
   // Of the product in progress; members so that their memory is kept.
   std::vector<Group> groups_;
   std::vector<int64_t> act_at_, act_per_token_;
@@ -430,13 +444,14 @@ std::unique_ptr<Ops> make_cpu_ops(int threads, const std::string& isa) {
     throw Invalid("cpu: instruction set \"" + isa + "\" is none of auto, avx512, avx2, neon, scalar");
   }
   const cpu::Kernels* kernels = &cpu::kernels_scalar();
+  const cpu::LatentKernels* latent = &cpu::latent_kernels_scalar();
 #if defined(__x86_64__)
-  if (chosen == "avx512") kernels = &cpu::kernels_avx512();
-  if (chosen == "avx2") kernels = &cpu::kernels_avx2();
+  if (chosen == "avx512") kernels = &cpu::kernels_avx512(), latent = &cpu::latent_kernels_avx512();
+  if (chosen == "avx2") kernels = &cpu::kernels_avx2(), latent = &cpu::latent_kernels_avx2();
 #elif defined(__aarch64__)
-  if (chosen == "neon") kernels = &cpu::kernels_neon();
+  if (chosen == "neon") kernels = &cpu::kernels_neon(), latent = &cpu::latent_kernels_neon();
 #endif
-  return std::make_unique<cpu::CpuOps>(threads ? threads : cpu::usable_cores(), *kernels);
+  return std::make_unique<cpu::CpuOps>(threads ? threads : cpu::usable_cores(), *kernels, *latent);
 }
 
 }  // namespace ds4

@@ -315,6 +315,23 @@ void PagedState::prepare_write(size_t index, int64_t row) {
   own(g, page);
 }
 
+const float* PagedState::readable_row(size_t index, int64_t row) const {
+  const Buffer& b = buffer(index);
+  if (b.spec.type != DType::F32 || row < 0) throw Invalid("state buffer " + b.spec.name + " does not hold f32 rows");
+  if (b.spec.kind != StateKind::Append)
+    return reinterpret_cast<const float*>(b.fixed.data()) + row % b.spec.capacity * b.spec.row_elements();
+  const Group& g = groups_[b.group];
+  const auto page = static_cast<size_t>(row / kPageRows);
+  if (b.spec.heads != 1 || page >= g.pages.size())
+    throw Invalid("state: row " + std::to_string(row) + " of " + b.spec.name + " is not there");
+  return reinterpret_cast<const float*>(g.pages[page]->data + b.offset) + row % kPageRows * b.padded;
+}
+
+float* PagedState::writable_row(size_t index, int64_t row) {
+  if (buffer(index).spec.kind == StateKind::Append) prepare_write(index, row);
+  return const_cast<float*>(readable_row(index, row));
+}
+
 uint16_t* PagedState::head_page(size_t index, int64_t page, int64_t head) const {
   const Buffer& b = buffers_[index];
   const Group& g = groups_[b.group];

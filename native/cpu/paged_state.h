@@ -75,6 +75,9 @@ class PagedState final : public State {
   void import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) override;
   size_t resident_bytes() const override;
 
+  const float* readable_row(size_t index, int64_t row) const override;
+  float* writable_row(size_t index, int64_t row) override;
+
   // For the kernels: an f16 Append buffer of ratio 1 with this shape, laid out as keys or not. Throws Invalid.
   void check_buffer(size_t index, bool keys, int64_t heads, int64_t width) const;
   // Row `row` of buffer `index` is about to be written: its page exists and belongs to this state alone.

@@ -377,7 +377,7 @@ class DeepSeek4 final : public Model {
     w.attn_norm = one(f.attn_norm);
     w.q_a = one(f.q_a), w.q_a_norm = one(f.q_a_norm), w.q_b = one(f.q_b);
     w.kv = one(f.kv), w.kv_norm = one(f.kv_norm), w.sinks = one(f.sinks);
-    w.output_a = one(f.output_a), w.output_b = one(f.output_b);
+    w.output_a = keep(latent_->load_grouped(f.output_a, shape_.out_groups)), w.output_b = one(f.output_b);
     w.compressor = stack(f.compressor);
     w.compressor_bias = one(f.compressor_bias), w.compressor_norm = one(f.compressor_norm);
     w.index_q = one(f.index_q), w.index_weight = one(f.index_weight);

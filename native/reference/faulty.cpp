@@ -84,6 +84,9 @@ class FaultyLatentOps final : public LatentOps {
                         const Selection* selection, Tensor out) override {
     counted().latent_attention(q, kv, unwrap(rows), a, selection, out);
   }
+  std::unique_ptr<Weight> load_grouped(const MatrixView& view, int64_t groups) override {
+    return inner_.load_grouped(view, groups);
+  }
   void grouped_linear(const Weight& w, Tensor x, int64_t groups, Tensor y) override {
     counted().grouped_linear(w, x, groups, y);
   }

@@ -312,6 +312,11 @@ class ReferenceLatentOps final : public LatentOps {
     }
   }
 
+  std::unique_ptr<Weight> load_grouped(const MatrixView& view, int64_t groups) override {
+    require(groups > 0 && view.rows % groups == 0, "groups do not divide the rows");
+    return std::make_unique<DenseWeight>(std::span(&view, 1));
+  }
+
   void grouped_linear(const Weight& w, Tensor x, int64_t groups, Tensor y) override {
     require(x.dim == groups * w.cols() && y.dim == w.rows() && w.rows() % groups == 0 && x.n == y.n,
             "grouped_linear shapes");
