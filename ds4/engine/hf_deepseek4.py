@@ -99,7 +99,8 @@ def hparams(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     for member, key in _NUMBERS.items():
         value = config.get(member)
         if type(value) not in (int, float):
-            raise ModelFileError(path, member, "the member is missing" if value is None else f"is {value!r}, expected a number")
+            found = "the member is missing" if value is None else f"is {value!r}, expected a number"
+            raise ModelFileError(path, member, found)
         values[key] = value
     values["attention.value_length"] = values["attention.key_length"]
     for member, expected in _FIXED.items():

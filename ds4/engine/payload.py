@@ -65,6 +65,12 @@ def _buffers(model: _cpu.Model, n_tokens: int) -> tuple[BufferHeader, ...]:
     )
 
 
+def _longest(model: _cpu.Model, session: _cpu.Session) -> int:
+    """What a reader must know of the past: nothing where no ring buffer has lost any of it."""
+    rings = any(kind == "ring" for _, kind, *_ in model.state_specs)
+    return session.longest if rings else session.n_tokens
+
+
 def _row_bytes(model: _cpu.Model, index: int) -> int:
     _, _, dtype, heads, width, _, _ = model.state_specs[index]
     return _cpu.row_bytes(dtype, heads * width)
@@ -77,7 +83,9 @@ def _rows_per_chunk(row_bytes: int) -> int:
 def payload_bytes(model: _cpu.Model, session: _cpu.Session, family: str, fingerprint: str) -> int:
     """Size of the payload that `write_payload` would write."""
     n_tokens, logits = session.n_tokens, session.has_logits
-    header = PayloadHeader(family, fingerprint, model.vocab, n_tokens, session.longest, logits, _buffers(model, n_tokens))
+    header = PayloadHeader(
+        family, fingerprint, model.vocab, n_tokens, _longest(model, session), logits, _buffers(model, n_tokens)
+    )
     return (
         _PREFIX.size
         + len(_encode(header))
@@ -96,7 +104,13 @@ def write_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerp
     tokens = session.tokens
     logits = session.logits() if session.has_logits else None
     header = PayloadHeader(
-        family, fingerprint, model.vocab, len(tokens), session.longest, logits is not None, _buffers(model, len(tokens))
+        family,
+        fingerprint,
+        model.vocab,
+        len(tokens),
+        _longest(model, session),
+        logits is not None,
+        _buffers(model, len(tokens)),
     )
     encoded = _encode(header)
     written = 0
@@ -183,6 +197,9 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
     for found_buffer, wanted_buffer in zip(header.buffers, expected, strict=True):
         if found_buffer != wanted_buffer:
             raise CheckpointError(f"payload with state buffer {found_buffer}, this model has {wanted_buffer}")
+    rings = any(buffer.kind == "ring" for buffer in expected)
+    if header.longest < header.n_tokens or (header.longest > header.n_tokens and not rings):
+        raise CheckpointError(f"payload of {header.n_tokens} tokens that says it held up to {header.longest}")
     if header.logits and header.n_tokens == 0:
         raise CheckpointError("payload with logits of no tokens")
     _check_length(file, 4 * header.n_tokens + (4 * header.vocab if header.logits else 0), model, header.n_tokens)
