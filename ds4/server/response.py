@@ -137,7 +137,7 @@ class Responder:
 class Stream:
     """The body of a response, piece by piece. After a disconnect writing has no effect, and `drain` raises."""
 
-    __slots__ = ("_chunked", "_connection", "_flow", "_mute", "_responder", "closed")
+    __slots__ = ("_chunked", "_connection", "_flow", "_mute", "_responder", "closed", "drain")
 
     def __init__(self, responder: Responder, connection: Connection, chunked: bool, mute: bool) -> None:
         self._responder = responder
@@ -146,6 +146,8 @@ class Stream:
         self._chunked = chunked
         self._mute = mute
         self.closed = False
+        self.drain: Callable[[], Awaitable[None]] = connection.flow.drain
+        """Awaited, it waits while the client reads more slowly than we write. Raises ClientDisconnected."""
 
     @property
     def disconnected(self) -> bool:
@@ -173,10 +175,6 @@ class Stream:
         flow.put(data)
         if flow.paused:
             connection.check_unsent()
-
-    def drain(self) -> Awaitable[None]:
-        """Waits while the client reads more slowly than we write. Raises ClientDisconnected."""
-        return self._flow.drain()
 
     def close(self) -> None:
         """The body is complete. A second call does nothing."""

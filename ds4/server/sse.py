@@ -53,11 +53,13 @@ class EventStream:
     already), or a function for dialects whose keep-alive is an event with a number in it.
     """
 
-    __slots__ = ("_stream", "_timer", "keep_alive", "quiet")
+    __slots__ = ("_stream", "_timer", "drain", "keep_alive", "quiet")
 
     def __init__(self, stream: Stream, timer: KeepAlive | None, keep_alive: bytes | Callable[[], bytes]) -> None:
         self._stream = stream
         self._timer = timer
+        self.drain: Callable[[], Awaitable[None]] = stream.drain
+        """Awaited, it waits while the client reads more slowly than we write. Raises ClientDisconnected."""
         self.keep_alive = keep_alive
         self.quiet = 0
         """Ticks of the timer since the last event."""
@@ -96,10 +98,6 @@ class EventStream:
         """Events framed already (`frame`), in one chunk."""
         self.quiet = 0
         self._stream.write(b"".join(events))
-
-    def drain(self) -> Awaitable[None]:
-        """Waits while the client reads more slowly than we write. Raises ClientDisconnected."""
-        return self._stream.drain()
 
     def done(self) -> None:
         """`[DONE]`, and the end of the stream."""
