@@ -207,6 +207,13 @@ def test_fingerprint_sees_names_shapes_types_and_bytes(tmp_path: Path) -> None:
     prints = {name: fingerprint(open_model_file(t.write_gguf(tmp_path / f"{name}.gguf"))) for name, t in paths.items()}
     assert prints["same"] == prints["again"]
     assert len(set(prints.values())) == 4
+    file = open_model_file(tmp_path / "same.gguf")
+    tensor = file.tensors["blk.0.attn_k.weight"]
+    for at in (0, tensor.nbytes // 2, tensor.nbytes - 1):
+        data = bytearray(tensor.data)
+        data[at] ^= 1
+        changed = replace(file, tensors=file.tensors | {tensor.name: replace(tensor, data=memoryview(data))})
+        assert fingerprint(changed) != prints["same"]
 
 
 def test_warm_weights_reads_and_changes_nothing(gguf_file: Path, engine: Engine) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 
 from ds4 import _cpu
 from ds4.engine.sampler import new_sampler
@@ -85,6 +86,41 @@ def test_rows_do_not_depend_on_the_batch(model: ModelHandle, width: int) -> None
             for i in range(width):
                 assert same(sessions[i].logits(), alone[i][number]), (order, number, i)
         assert same(guest.logits(), fresh(model, guest_tokens))
+
+
+@pytest.mark.parametrize("isa", _cpu.cpu_isas())
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "BF16", "F32"])
+def test_exact_on_every_instruction_set(isa: str, name: str) -> None:
+    """One session in 1, 3 and 9 rows of a step and in three chunkings: the same bits."""
+    model = open_model(tiny(qtype=GGMLQuantizationType[name]), "cpu", isa=isa)[0]
+    tokens = random_tokens(70, 21)
+    expected = fresh(model, tokens)
+    for width, cut in ((1, 1), (3, 64), (9, 33)):
+        sessions = [Session(model, CTX) for _ in range(width)]
+        others = [random_tokens(10 + i, 50 + i) for i in range(width)]
+        step(model, *((s, tokens[:cut] if i == width // 2 else others[i]) for i, s in enumerate(sessions)))
+        step(model, *((s, tokens[cut:] if i == width // 2 else [7]) for i, s in enumerate(sessions)))
+        assert same(sessions[width // 2].logits(), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_types_may_differ_within_one_stacked_matrix(backend: str) -> None:
+    """Published files mix: value rows of a better type beside query and key rows, gate beside up."""
+    small = tiny(layers=1)
+    tensors = small.tensors()
+    for name in ("blk.0.attn_v.weight", "blk.0.ffn_up.weight"):
+        better = quantize(small.gguf_weights()[name], GGMLQuantizationType.Q8_0)
+        tensors[name] = (memoryview(better.view(np.uint8).reshape(-1)), tensors[name][1], 8)
+    native = _cpu.Model(_cpu.Backend(backend), "llama", small.params(), tensors)
+    native.load()
+    mixed = ModelHandle(native, "llama", "mixed", 16)
+    tokens = random_tokens(20, 22)
+    got, expected = fresh(mixed, tokens), fresh(open_model(small, "reference")[0], tokens)
+    assert np.sqrt(np.mean((got - expected) ** 2)) / np.std(expected) < 5e-2
+    alone = Session(mixed, CTX)
+    for token in tokens:
+        step(mixed, (alone, [token]))
+    assert same(alone.logits(), got)
 
 
 def test_prefill_chunking_is_exact(model: ModelHandle) -> None:
