@@ -229,6 +229,7 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
 
     int64_t at = 0;
     std::vector<float> copy;
+    // One row after the other: a draw takes about 10 us, a thousandth of a forward of sixteen rows.
     for (StepRow& row : rows) {
       Session& s = *row.session;
       s.logits_.clear();

@@ -5,7 +5,9 @@ Every comparison of logits is of all bits, on every backend.
 
 from __future__ import annotations
 
+import io
 import itertools
+import threading
 from typing import Any
 
 import numpy as np
@@ -438,3 +440,58 @@ def test_sessions_outlive_their_model() -> None:
     session.clear()
     with pytest.raises(ValueError, match="a context of 0"):
         _cpu.Session(open_model(tiny(), "reference")[0].native, 0)
+
+
+# ---- threads
+
+
+def test_the_gil_is_released_in_a_step() -> None:
+    model, _ = open_model(tiny(), "reference")
+    session = Session(model, CTX)
+    tokens = random_tokens(200, 23)
+    entered, left = threading.Event(), threading.Event()
+
+    def work() -> None:
+        entered.set()
+        step(model, (session, tokens))
+        left.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait()
+    seen = 0
+    while not left.is_set():
+        seen += session.n_tokens == 0  # readable beside the running step
+    thread.join()
+    assert seen > 20 and session.n_tokens == 200
+
+
+def test_other_threads_may_use_other_sessions(model: ModelHandle) -> None:
+    """The backend's lock keeps a step and the copies and saves of other sessions apart."""
+    tokens = random_tokens(50, 24)
+    expected = fresh(model, tokens)
+    source = Session(model, CTX)
+    source.sync(tokens)
+    errors: list[BaseException] = []
+
+    def copy_and_save() -> None:
+        try:
+            for _ in range(20):
+                copy, file = Session(model, CTX), io.BytesIO()
+                copy.fork_from(source)
+                copy.save(file)
+                file.seek(0)
+                other = Session(model, CTX)
+                other.load(file)
+                assert same(other.logits(), expected)
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=copy_and_save) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        assert same(fresh(model, tokens), expected)
+    for thread in threads:
+        thread.join()
+    assert not errors

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import ds4
 from ds4 import _cpu
 from ds4.engine.demo import demo_model_path
 from ds4.engine.engine import build_model
@@ -121,6 +122,16 @@ def test_reference_greedy_ids(exact: _cpu.Model, case: str) -> None:
 def test_reference_greedy_ids_to_the_end(exact: _cpu.Model, case: str) -> None:
     ids = REFERENCE[case]["greedy_ids"]
     assert greedy(exact, REFERENCE[case]["prompt_ids"], len(ids)) == ids
+
+
+# ---- the Python API
+
+
+def test_five_lines_generate_text(file: ModelFile) -> None:
+    engine = ds4.load(ctx=64)
+    assert engine.info.path == file.path and engine.backend_name.startswith("cpu")
+    params = ds4.SamplingParams(temperature=0)
+    assert "Paris" in "".join(engine.generate("The capital of France is", params, max_tokens=4))
 
 
 # ---- the CPU backend: 8-bit activations, f16 keys and values
