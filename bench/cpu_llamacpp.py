@@ -1,0 +1,104 @@
+"""This engine and llama.cpp on the same file, in turn in one run.
+
+    python -m bench.cpu_llamacpp --build ~/.cache/ds4-peer     # once: llama.cpp from source, its own environment
+    python -m bench.cpu_llamacpp --peer ~/.cache/ds4-peer
+
+Each engine lives in a process of its own; the two take turns measurement by measurement, so that both see the same
+neighbours, and the numbers are medians over the rounds. Decode feeds fixed tokens and reads the logits on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+from ds4.engine.demo import demo_model_path
+
+from bench import report
+from bench.peers.protocol import Worker
+
+PEER_PACKAGE = "llama-cpp-python"
+
+# (label, command, arguments)
+WORK: list[tuple[str, str, dict[str, int]]] = [
+    ("prefill 128", "prefill", {"n": 128}),
+    ("prefill 512", "prefill", {"n": 512}),
+    ("prefill 2048", "prefill", {"n": 2048}),
+    ("decode", "decode", {"depth": 0, "n": 48}),
+    ("decode at depth 2048", "decode", {"depth": 2048, "n": 32}),
+    *((f"batch {w}", "batch", {"width": w, "n": 24}) for w in (2, 4, 8, 16)),
+]
+
+
+def build(folder: Path) -> None:
+    """Makes an environment in `folder` with llama.cpp compiled for this machine."""
+    venv.create(folder, with_pip=True)
+    command = [folder / "bin/pip", "install", "--no-binary", PEER_PACKAGE, PEER_PACKAGE]
+    subprocess.run([str(c) for c in command], check=True)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    model = args.model or demo_model_path()
+    root = Path(__file__).resolve().parent
+    ours = Worker([sys.executable, "-m", "bench.peers.ds4_worker", str(model), str(args.threads), "8192", args.isa])
+    peer_python = str(args.peer / "bin/python")
+    peer = Worker([peer_python, str(root / "peers/llamacpp_worker.py"), str(model), str(args.threads)])
+    work = [w for w in WORK if not args.only or any(w[0].startswith(o) for o in args.only)]
+    rates: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label, _, _ in work}
+    for round_ in range(args.rounds + 1):
+        for label, op, arguments in work:
+            pair = ours.rate(op, **arguments), peer.rate(op, **arguments)
+            if round_:  # the first round warms both up
+                rates[label][0].append(pair[0])
+                rates[label][1].append(pair[1])
+            print(f"  round {round_} {label}: {pair[0]:.1f} / {pair[1]:.1f} t/s", file=sys.stderr)
+    facts = {"ds4": ours.ask("facts"), "llama.cpp": peer.ask("facts")}
+    ours.close()
+    peer.close()
+    lines = [
+        {
+            "what": label,
+            "ds4": report.median(a),
+            "llama.cpp": report.median(b),
+            "ratio": report.median([x / y for x, y in zip(a, b, strict=True)]),
+            "ds4_all": a,
+            "llama.cpp_all": b,
+        }
+        for label, (a, b) in rates.items()
+    ]
+    return {"model": Path(model).name, "threads": args.threads, "isa": args.isa, "facts": facts, "rates": lines}
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(prog="bench.cpu_llamacpp", description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--build", type=Path, metavar="DIR", help="build the peer into DIR and exit")
+    p.add_argument("--peer", type=Path, metavar="DIR", help="environment made by --build")
+    p.add_argument("-m", "--model", type=Path, help="GGUF file (default: the demo model)")
+    p.add_argument("-t", "--threads", type=int, default=2)
+    p.add_argument("--isa", default="auto", help="cap ds4's instruction set: auto, avx512, avx2, scalar")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--only", nargs="*", help="labels to run, by prefix")
+    p.add_argument("--save", metavar="NAME", help="keep the numbers as bench/results/NAME.json")
+    args = p.parse_args()
+    if args.build:
+        build(args.build)
+        return 0
+    if not args.peer:
+        p.error("--peer DIR is needed (make it with --build DIR)")
+    result = measure(args)
+    rows = [(r["what"], r["ds4"], r["llama.cpp"], f"{r['ratio']:.2f}") for r in result["rates"]]
+    print(f"{result['model']}, {result['threads']} threads, tokens/s, medians of {args.rounds} rounds in turn\n")
+    print(report.table(("what", "ds4", "llama.cpp", "ratio"), rows))
+    for name, facts in result["facts"].items():
+        print(f"{name}: {facts['version']}, {facts['system'].strip()}, {facts['rss_mib']:.0f} MiB resident")
+    if args.save:
+        print(f"saved {report.save(args.save, result)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""ds4 behind the worker protocol.
+
+python -m bench.peers.ds4_worker MODEL.gguf THREADS [CONTEXT] [ISA]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ds4.engine.engine import Engine
+
+from bench.peers import protocol
+from ds4.engine.types import EngineConfig, Row
+
+
+def main() -> None:
+    path, threads = Path(sys.argv[1]), int(sys.argv[2])
+    context = int(sys.argv[3]) if len(sys.argv) > 3 else 8192
+    isa = sys.argv[4] if len(sys.argv) > 4 else "auto"
+    config = EngineConfig(model=path, ctx=context, slots=1, threads=threads, isa=isa, check_memory=False)
+    engine = Engine.open(config)
+    vocab = engine.info.vocab_size
+
+    def tokens(first: int, end: int, offset: int = 0) -> list[int]:
+        return [protocol.token(i + offset, vocab) for i in range(first, end)]
+
+    def fill(session: Any, n: int, offset: int = 0) -> None:
+        chunk = config.prefill_chunk
+        for start in range(0, n, chunk):
+            end = min(n, start + chunk)
+            engine.step([Row(session, tokens(start, end, offset), want_logits=end == n)])
+
+    def prefill(n: int) -> dict[str, Any]:
+        session = engine.new_session()
+        start = time.perf_counter()
+        fill(session, n)
+        seconds = time.perf_counter() - start
+        session.close()
+        return {"seconds": seconds, "tokens": n}
+
+    def decode(depth: int, n: int) -> dict[str, Any]:
+        session = engine.new_session()
+        fill(session, depth)
+        engine.step([Row(session, tokens(depth, depth + 1), want_logits=True)])
+        start = time.perf_counter()
+        for i in range(depth + 1, depth + 1 + n):
+            engine.step([Row(session, tokens(i, i + 1), want_logits=True)])
+        seconds = time.perf_counter() - start
+        session.close()
+        return {"seconds": seconds, "tokens": n}
+
+    def batched(width: int, n: int) -> dict[str, Any]:
+        sessions = [engine.new_session(protocol.BATCH_DEPTH + n + 1) for _ in range(width)]
+        depth = protocol.BATCH_DEPTH
+        for s, session in enumerate(sessions):
+            fill(session, depth, s)
+        start = time.perf_counter()
+        for i in range(depth, depth + n):
+            engine.step([Row(x, tokens(i, i + 1, s), want_logits=True) for s, x in enumerate(sessions)])
+        seconds = time.perf_counter() - start
+        for session in sessions:
+            session.close()
+        return {"seconds": seconds, "tokens": n * width}
+
+    def facts() -> dict[str, Any]:
+        return {"version": "ds4", "system": engine.backend_name, "rss_mib": protocol.resident_mib()}
+
+    protocol.serve({"prefill": prefill, "decode": decode, "batch": batched, "facts": facts})
+
+
+if __name__ == "__main__":
+    main()
