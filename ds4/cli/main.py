@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ds4.cli import flags, inspect, logits, tokenize
-from ds4.cli.chat import Chat
-from ds4.cli.terminal import Interrupt, TerminalOutput
+from ds4.cli import inspect, logits, tokenize
+from ds4.cli.flags import (
+    ENGINE_FLAGS,
+    SAMPLING_FLAGS,
+    Flag,
+    HelpWanted,
+    help_text,
+    integer,
+    nonempty,
+    parse_flags,
+    path,
+)
+from ds4.cli.program import run_program, version_line
 from ds4.engine.types import EngineConfig, SamplingParams
 from ds4.errors import ConfigError, ContextLengthError
 
 PROGRAM = "ds4"
 DEFAULT_SYSTEM = "You are a helpful assistant"
 TOOLS = {"inspect": inspect, "tokenize": tokenize, "logits": logits}
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(("--prompt", "-p"), "prompt", "one turn, then exit; - reads standard input", "TEXT", topic="prompt"),
+    Flag(("--prompt-file",), "prompt_file", "the prompt from a file", "FILE", path, topic="prompt"),
+    Flag(("--system", "-sys"), "system", "system text; empty is none", "TEXT", default=DEFAULT_SYSTEM, topic="prompt"),
+    Flag(("--raw-prompt", "--raw"), "raw", "no chat markers: continue the text", default=False, topic="prompt"),
+    Flag(("--tokens", "-n"), "max_tokens", "most new tokens of a turn", "N", integer(1), 50_000, topic="prompt"),
+    *ENGINE_FLAGS,
+    *SAMPLING_FLAGS,
+    Flag(
+        ("--seed",), "seed", "same seed, same text", "N", integer(0, 2**63 - 1), None, topic="sampling", shown="random"
+    ),
+    Flag(("--think",), "effort", "reason before answering", stores="high", default="high", topic="thinking"),
+    Flag(("--think-max",), "effort", "reason as long as it takes", stores="max", topic="thinking"),
+    Flag(("--nothink",), "effort", "answer at once", stores="none", topic="thinking"),
+    Flag(("--backends",), "backends", "list the backends and why one is missing", default=False, topic="diagnostics"),
+    Flag(("--version",), "version", "print the version", default=False, topic="diagnostics"),
+)
+
+TOPICS = {
+    "prompt": "Prompt",
+    "runtime": "Model and engine",
+    "sampling": "Sampling",
+    "thinking": "Thinking",
+    "diagnostics": "Diagnostics",
+}
+
+INTRO = """\
+Talks to a local model: one turn with -p, --prompt-file or text on standard input, else a prompt of its own.
+Tools: ds4 inspect FILE | ds4 tokenize FILE | ds4 logits FILE; each has its --help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,117 +71,113 @@ class ChatConfig:
     system: str
     max_tokens: int
     raw: bool
-    effort: str | int
+    effort: str
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Talk to a local model. Without -p or --prompt-file it opens a prompt of its own.",
-        epilog="Also: ds4 inspect FILE, ds4 tokenize FILE, ds4 logits FILE, ds4 --backends. Each has its --help.",
-    )
-    p.add_argument("--version", action="version", version=flags.version_line(PROGRAM))
-    p.add_argument("--backends", action="store_true", help="list the backends, and why one is missing")
-    text = p.add_argument_group("prompt")
-    text.add_argument("-p", "--prompt", metavar="TEXT", help="one turn, then exit; - reads standard input")
-    text.add_argument("--prompt-file", type=Path, metavar="FILE", help="the prompt from a file")
-    text.add_argument(
-        "-sys", "--system", metavar="TEXT", default=DEFAULT_SYSTEM, help="default: %(default)r; '' is none"
-    )
-    text.add_argument("--raw", "--raw-prompt", action="store_true", help="no chat markers: continue the text")
-    text.add_argument("-n", "--tokens", type=int, default=50_000, metavar="N", help="most new tokens (%(default)s)")
-    flags.add_engine_flags(p)
-    flags.add_sampling_flags(p)
-    flags.add_thinking_flags(p)
-    return p
-
-
-def read_prompt(args: argparse.Namespace) -> str | None:
+def read_prompt(values: Mapping[str, Any]) -> str | None:
     """The one-shot prompt, or None for the REPL."""
-    if args.prompt is not None and args.prompt_file is not None:
-        raise ConfigError("-p and --prompt-file exclude each other")
-    if args.prompt_file is not None:
+    text, file = values["prompt"], values["prompt_file"]
+    if text is not None and file is not None:
+        raise ConfigError("--prompt and --prompt-file exclude each other")
+    if file is not None:
         try:
-            return str(args.prompt_file.read_text(encoding="utf-8"))
+            return Path(file).read_text(encoding="utf-8")
         except OSError as e:
-            raise ConfigError(f"--prompt-file {args.prompt_file}: {e.strerror}") from None
+            raise ConfigError(f"--prompt-file {file}: {e.strerror}") from None
         except UnicodeDecodeError as e:
-            raise ConfigError(f"--prompt-file {args.prompt_file}: not UTF-8 text at byte {e.start}") from None
-    if args.prompt == "-" or (args.prompt is None and not sys.stdin.isatty()):
+            raise ConfigError(f"--prompt-file {file}: not UTF-8 text at byte {e.start}") from None
+    if text == "-" or (text is None and not sys.stdin.isatty()):
         return sys.stdin.read()
-    return None if args.prompt is None else str(args.prompt)
+    return None if text is None else nonempty(str(text))
 
 
-def config_of(args: argparse.Namespace) -> ChatConfig:
-    if args.tokens < 1:
-        raise ConfigError(f"-n: expected a positive number, got {args.tokens}")
+def chat_config(values: dict[str, Any]) -> ChatConfig:
+    engine_fields = {flag.field for flag in ENGINE_FLAGS}
+    sampling_fields = {flag.field for flag in SAMPLING_FLAGS} | {"seed"}
     return ChatConfig(
-        engine=flags.engine_config(args, slots=1),
-        sampling=flags.sampling_params(args),
-        prompt=read_prompt(args),
-        system=args.system,
-        max_tokens=args.tokens,
-        raw=args.raw,
-        effort=flags.effort(args),
+        engine=EngineConfig(slots=1, **{k: v for k, v in values.items() if k in engine_fields}),
+        sampling=SamplingParams(**{k: v for k, v in values.items() if k in sampling_fields}),
+        prompt=read_prompt(values),
+        system=values["system"],
+        max_tokens=values["max_tokens"],
+        raw=values["raw"],
+        effort=values["effort"],
     )
 
 
 def run_chat(config: ChatConfig) -> int:
+    # Imported here: `ds4 --help` and the tools need neither the engine nor a terminal.
+    from ds4.cli.chat import Chat
     from ds4.engine.engine import Engine
-    from ds4.prompt.registry import renderer_for
+    from ds4.prompt.registry import syntax_of
 
     engine = Engine.open(config.engine)
     try:
+        syntax = syntax_of(engine.info)
         chat = Chat(
             engine=engine,
-            renderer=renderer_for(engine.info.syntax),
+            renderer=syntax.make(engine.info),
             sampling=config.sampling,
             max_tokens=config.max_tokens,
             system=config.system,
-            effort=config.effort,
+            effort=config.effort if syntax.thinking else "none",
             raw=config.raw,
         )
-        if config.prompt is None:
-            from ds4.cli.repl import Repl
+        if config.prompt is not None:
+            return one_shot(chat, config.prompt)
+        from ds4.cli.repl import Repl
 
-            return Repl(chat, Path.home() / ".ds4_history").run()
-        return one_shot(chat, config.prompt)
+        return Repl(chat, Path.home() / ".ds4_history").run()
     finally:
         engine.close()
 
 
-def one_shot(chat: Chat, prompt: str) -> int:
+def one_shot(chat: Any, prompt: str) -> int:
+    """One turn on stdout, its cost on stderr; 130 when it was stopped, 1 when no token could be chosen."""
+    from ds4.cli.terminal import Interrupt, TerminalOutput
+
     out, interrupt = TerminalOutput(), Interrupt()
     out.begin()
     try:
         with interrupt.armed():
             stats = chat.turn(prompt, out, interrupt)
     except ContextLengthError as e:
-        raise ConfigError(f"{e}; -c sets it") from None
+        raise ConfigError(f"{e}; --ctx sets it") from None
     finally:
         out.end()
     print(f"{PROGRAM}: {stats.line()}", file=sys.stderr)
-    return 130 if stats.finish == "cancelled" else 1 if stats.finish == "error" else 0
+    return {"cancelled": 130, "error": 1}.get(stats.finish, 0)
+
+
+def run_tool(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog=PROGRAM)
+    subparsers = parser.add_subparsers()
+    for tool in TOOLS.values():
+        tool.add_parser(subparsers)
+    args = parser.parse_args(argv)
+    return int(TOOLS[argv[0]].run(args))
 
 
 def dispatch(argv: Sequence[str]) -> int:
     if argv and argv[0] in TOOLS:
-        p = argparse.ArgumentParser(prog=PROGRAM)
-        subparsers = p.add_subparsers()
-        for tool in TOOLS.values():
-            tool.add_parser(subparsers)
-        args = p.parse_args(argv)
-        return int(args.run(args))
-    args = parser().parse_args(argv)
-    if args.backends:
+        return run_tool(argv)
+    try:
+        values: dict[str, Any] = dict(parse_flags(FLAGS, argv, os.environ))
+    except HelpWanted as wanted:
+        print(help_text(f"{PROGRAM} [options]", INTRO, FLAGS, TOPICS, wanted.topic), end="")
+        return 0
+    if values.pop("version"):
+        print(version_line(PROGRAM))
+        return 0
+    if values.pop("backends"):
         from ds4.engine.backends import print_backends
 
         return print_backends()
-    return run_chat(config_of(args))
+    return run_chat(chat_config(values))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return flags.run_program(PROGRAM, lambda: dispatch(sys.argv[1:] if argv is None else argv))
+    return run_program(PROGRAM, lambda: dispatch(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":
