@@ -16,10 +16,9 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from ds4.engine.demo import demo_model_path
-
 from bench import report
 from bench.peers.protocol import Worker
+from ds4.engine.demo import demo_model_path
 
 PEER_PACKAGE = "llama-cpp-python"
 

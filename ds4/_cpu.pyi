@@ -84,6 +84,9 @@ class Model:
     ) -> list[tuple[int | None, tuple[float, list[tuple[int, float]]] | None]]:
         """One forward pass over rows (session, tokens, sampler, want_logits); see `EngineLike.step`."""
 
+    def all_logits(self, session: Session, tokens: Tokens) -> npt.NDArray[np.float32]:
+        """Appends the tokens and returns the logits of each of their positions, [tokens, vocab]. Raises as `step`."""
+
 class Session:
     """One timeline. Raises ValueError, SessionInvalidError and ContextLengthError as `SessionLike` says."""
 

@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ds4.engine.engine import Engine
-
 from bench.peers import protocol
+from ds4.engine.engine import Engine
 from ds4.engine.types import EngineConfig, Row
 
 

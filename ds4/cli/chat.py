@@ -7,12 +7,12 @@ keeps what was sampled, so the next turn prefills only its new text.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ds4._dsml import ContentDelta, Parser, ReasoningDelta
-from ds4.engine.types import EngineLike, Row, SamplingParams, SessionLike
+from ds4.engine.types import EngineLike, Row, SamplerLike, SamplingParams, SessionLike
 from ds4.errors import Cancelled, ContextLengthError
 from ds4.prompt.types import Conversation, Message, Renderer, Segment
 
@@ -60,7 +60,6 @@ class Chat:
     raw: bool = False
 
     def __post_init__(self) -> None:
-        self._sampler = self.engine.new_sampler(self.sampling)
         self.reset()
 
     def reset(self, ctx: int | None = None) -> None:
@@ -113,10 +112,12 @@ class Chat:
             self._withdraw(live)
             return TurnStats("cancelled", len(prompt), reused, evaluated, seconds, 0, 0.0)
         self._started = True
-        first = self.engine.step([Row(self.session, prompt[-1:], sampler=self._sampler)])[0].token
+        sampler = self.engine.new_sampler(self.sampling)
+        sampler.observe(prompt, prompt=True)
+        first = self.engine.step([Row(self.session, prompt[-1:], sampler=sampler)])[0].token
         prefilled = time.perf_counter()
         out.prefill(len(prompt) - reused, len(prompt) - reused)
-        finish, generated = self._decode(first, thinking, out, cancelled)
+        finish, generated = self._decode(first, sampler, thinking, out, cancelled)
         return TurnStats(
             finish,
             len(prompt),
@@ -136,7 +137,9 @@ class Chat:
         else:
             self.session.sync(live)
 
-    def _decode(self, token: int | None, thinking: bool, out: Output, cancelled: Callable[[], bool]) -> tuple[str, int]:
+    def _decode(
+        self, token: int | None, sampler: SamplerLike, thinking: bool, out: Output, cancelled: Callable[[], bool]
+    ) -> tuple[str, int]:
         tokenizer = self.engine.tokenizer
         parser = Parser("raw" if self.raw else self.renderer.syntax, thinking=thinking, tools=False)
         stops = frozenset(tokenizer.eos_ids)
@@ -156,13 +159,13 @@ class Chat:
                 # The token was shown, so it belongs to the conversation: evaluate it before stopping.
                 self.engine.step([Row(self.session, [token])])
                 break
-            self._sampler.force_greedy(parser.greedy)
-            token = self.engine.step([Row(self.session, [token], sampler=self._sampler)])[0].token
+            sampler.force_greedy(parser.greedy)
+            token = self.engine.step([Row(self.session, [token], sampler=sampler)])[0].token
         self._emit(parser.finish("eos" if finish == "stop" else "length"), out)
         return finish, generated
 
     @staticmethod
-    def _emit(events: list[object], out: Output) -> None:
+    def _emit(events: Sequence[object], out: Output) -> None:
         for event in events:
             if isinstance(event, ContentDelta):
                 out.content(event.text)
@@ -172,4 +175,3 @@ class Chat:
     def set_sampling(self, **changes: float | int | None) -> None:
         """Changes sampling parameters for the turns that follow."""
         self.sampling = replace(self.sampling, **changes)  # type: ignore[arg-type]
-        self._sampler = self.engine.new_sampler(self.sampling)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ds4.engine.engine import Engine
-from ds4.engine.types import EngineConfig, Row
+from ds4.engine.types import EngineConfig
 from ds4.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def read_tokens(path: Path) -> npt.NDArray[np.int32]:
         raise ConfigError(
             f"--tokens {path}: expected a non-empty one-dimensional integer array, got {ids.dtype} {ids.shape}"
         )
-    return ids.astype(np.int32)
+    return np.asarray(ids, dtype=np.int32)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig(
         model=args.file,
         backend=args.backend,
-        ctx=len(ids) + 1,
+        ctx=len(ids),
         threads=args.threads,
         prefill_chunk=args.chunk,
         isa=args.isa,
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         session = engine.new_session()
         for start in range(0, len(ids), args.chunk):
             chunk = ids[start : start + args.chunk]
-            out[start : start + len(chunk)] = engine.all_logits(Row(session, chunk))
+            out[start : start + len(chunk)] = engine.all_logits(session, chunk)
             if sys.stderr.isatty():
                 print(f"\rlogits {start + len(chunk)}/{len(ids)}", end="", file=sys.stderr)
         if sys.stderr.isatty():

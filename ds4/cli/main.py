@@ -28,12 +28,13 @@ from ds4.errors import ConfigError, ContextLengthError
 
 PROGRAM = "ds4"
 DEFAULT_SYSTEM = "You are a helpful assistant"
+"""Where the syntax has no system text of its own."""
 TOOLS = {"inspect": inspect, "tokenize": tokenize, "logits": logits}
 
 FLAGS: tuple[Flag, ...] = (
     Flag(("--prompt", "-p"), "prompt", "one turn, then exit; - reads standard input", "TEXT", topic="prompt"),
     Flag(("--prompt-file",), "prompt_file", "the prompt from a file", "FILE", path, topic="prompt"),
-    Flag(("--system", "-sys"), "system", "system text; empty is none", "TEXT", default=DEFAULT_SYSTEM, topic="prompt"),
+    Flag(("--system", "-sys"), "system", "system text; empty is none", "TEXT", topic="prompt", shown="the model's own"),
     Flag(("--raw-prompt", "--raw"), "raw", "no chat markers: continue the text", default=False, topic="prompt"),
     Flag(("--tokens", "-n"), "max_tokens", "most new tokens of a turn", "N", integer(1), 50_000, topic="prompt"),
     *ENGINE_FLAGS,
@@ -68,7 +69,7 @@ class ChatConfig:
     engine: EngineConfig
     sampling: SamplingParams
     prompt: str | None
-    system: str
+    system: str | None
     max_tokens: int
     raw: bool
     effort: str
@@ -119,7 +120,7 @@ def run_chat(config: ChatConfig) -> int:
             renderer=syntax.make(engine.info),
             sampling=config.sampling,
             max_tokens=config.max_tokens,
-            system=config.system,
+            system=system_text(config.system, syntax.name),
             effort=config.effort if syntax.thinking else "none",
             raw=config.raw,
         )
@@ -130,6 +131,13 @@ def run_chat(config: ChatConfig) -> int:
         return Repl(chat, Path.home() / ".ds4_history").run()
     finally:
         engine.close()
+
+
+def system_text(given: str | None, syntax: str) -> str:
+    """ChatML models bring a default system text in their template; the others get ours."""
+    if given is not None:
+        return given
+    return "" if syntax == "chatml" else DEFAULT_SYSTEM
 
 
 def one_shot(chat: Any, prompt: str) -> int:

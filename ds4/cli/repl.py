@@ -29,7 +29,9 @@ class LineHistory(History):
 
     def load_history_strings(self) -> Iterable[str]:
         try:
-            lines = self._path.read_text(encoding="utf-8", errors="replace").split("\n")
+            # newline="": a CR inside an entry stays one.
+            with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
+                lines = file.read().split("\n")
         except OSError:
             return []
         return [line.replace("\r", "\n") for line in reversed(lines) if line]
@@ -40,7 +42,8 @@ class LineHistory(History):
         try:
             self._path.touch(mode=0o600)
             self._path.chmod(0o600)
-            self._path.write_text(text, encoding="utf-8")
+            with self._path.open("w", encoding="utf-8", newline="") as file:
+                file.write(text)
         except OSError:
             pass  # a read-only home must not end the conversation
 

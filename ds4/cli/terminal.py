@@ -28,10 +28,10 @@ class TerminalOutput:
     only, without control codes, and reasoning goes nowhere.
     """
 
-    def __init__(self, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> None:
-        self._out, self._err = out, err
-        self._colour = colour(out)
-        self._bar = colour(err)
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._colour = colour(self._out)
+        self._bar = colour(self._err)
         self._reasoning = False
         self._bar_drawn = False
         self._last_paint = 0.0

@@ -27,7 +27,7 @@ def status(name: str) -> BackendStatus:
     if name == "cpu":
         from ds4 import _cpu
 
-        return BackendStatus(name, True, _cpu.describe())
+        return BackendStatus(name, True, f"instruction sets here, best first: {', '.join(_cpu.cpu_isas())}")
     return BackendStatus(name, False, f"ds4._{name} is built, but no device of it can be opened here")
 
 

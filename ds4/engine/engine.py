@@ -42,6 +42,8 @@ from ds4.errors import ConfigError, EngineError, ModelFileError, UnsupportedMode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy.typing as npt
+
     from ds4.engine.tokenizer import Tokenizer
 
 BACKENDS = ("cpu", "reference")
@@ -181,6 +183,13 @@ class Engine:
             else:
                 out.append(RowResult(token, TokenLogprobs(logprobs[0], tuple(logprobs[1]))))
         return out
+
+    def all_logits(self, session: Session, tokens: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        """Appends `tokens` to the session and returns the logits of each of their positions, [tokens, vocab].
+
+        Raises as `step`.
+        """
+        return self._model.native.all_logits(session.native, tokens)
 
     def generate(
         self,

@@ -236,6 +236,21 @@ std::span<Byte> byte_span(const py::buffer_info& info) {
   return {static_cast<Byte*>(info.ptr), static_cast<size_t>(info.size)};
 }
 
+// Logits of every position of one session's next tokens, [tokens, vocab].
+py::array_t<float> all_logits(LoadedModel& model, Session& session, const py::handle& tokens) {
+  const std::vector<int32_t> ids = token_ids(tokens);
+  py::array_t<float> out({static_cast<py::ssize_t>(ids.size()), static_cast<py::ssize_t>(model.model->vocab())});
+  StepRow row;
+  row.session = &session;
+  row.tokens = ids;
+  row.every = out.mutable_data();
+  {
+    const py::gil_scoped_release release;
+    step(model, {&row, 1});
+  }
+  return out;
+}
+
 // rows: [(session, tokens, sampler or None, want_logits)] -> [(token or None, None or (logprob, top))]
 py::list run_step(LoadedModel& m, const py::sequence& rows) {
   const size_t n = rows.size();
@@ -340,7 +355,8 @@ void bind_engine(py::module_& m) {
           [](const LoadedModel& l, int64_t rows, int64_t wanted) { return l.model->workspace_bytes(rows, wanted); },
           py::arg("rows"), py::arg("wanted"))
       .def("hidden_states", &hidden_states, py::arg("tokens"))
-      .def("step", &run_step, py::arg("rows"));
+      .def("step", &run_step, py::arg("rows"))
+      .def("all_logits", &all_logits, py::arg("session"), py::arg("tokens"));
 
   py::class_<Session, SessionHolder>(m, "Session")
       .def(py::init([](std::shared_ptr<LoadedModel> model, int64_t ctx) {

@@ -222,7 +222,10 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
         ids.push_back(id);
         refs.push_back({s.state_.get(), position++});
       }
-      if (row.sampler || row.want_logits) wanted.push_back(static_cast<int32_t>(ids.size()) - 1);
+      const auto end = static_cast<int32_t>(ids.size());
+      const auto first = row.every ? end - static_cast<int32_t>(row.tokens.size()) : end - 1;
+      if (row.sampler || row.want_logits || row.every)
+        for (int32_t i = first; i < end; ++i) wanted.push_back(i);
     }
 
     const Tensor logits = loaded.model->forward({.ids = ids, .rows = refs, .wanted = wanted, .probe = {}});
@@ -234,7 +237,15 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
       Session& s = *row.session;
       s.logits_.clear();
       s.tokens_.insert(s.tokens_.end(), row.tokens.begin(), row.tokens.end());
-      if (!row.sampler && !row.want_logits) continue;
+      if (row.every) {
+        const auto n = static_cast<int64_t>(row.tokens.size());
+        ops.to_host(logits.rows(at, n), row.every);
+        at += n - 1;  // the last one is the row's own
+      }
+      if (!row.sampler && !row.want_logits) {
+        at += row.every ? 1 : 0;
+        continue;
+      }
       const Tensor one = logits.rows(at++, 1);
       const float* values = one.data;
       if (row.want_logits || !ops.host_memory()) {

@@ -116,6 +116,7 @@ struct StepRow {
   std::span<const int32_t> tokens;  // one: decode; many: a prefill chunk
   Sampler* sampler = nullptr;       // draws the token after the last one
   bool want_logits = false;         // keeps the logits of the last position in the session
+  float* every = nullptr;           // not null: gets the logits of all positions, [tokens, vocab]
 
   int32_t sampled = -1;  // result of the sampler
   SampleLogprobs logprobs;
