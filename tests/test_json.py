@@ -16,20 +16,9 @@ import pytest
 
 from ds4 import _json
 from ds4._json import JSONError, Node, parse
+from tests.support.json_text import check, random_value, respelled, usable_isas
 
 SEED = 20261130
-
-
-def usable_isas() -> list[str]:
-    found = []
-    for name in ("scalar", "sse2", "avx2", "avx512"):
-        try:
-            before = _json.use_isa(name)
-        except ValueError:
-            continue
-        _json.use_isa(before)
-        found.append(name)
-    return found
 
 
 @pytest.fixture(params=usable_isas(), autouse=True)
@@ -99,23 +88,6 @@ def test_refused(body: bytes) -> None:
     assert (e.value.message, e.value.offset, e.value.path) == (message, offset, path)
     assert e.value.syntax
     assert str(e.value).startswith(f"JSON is malformed: {message}, at byte {offset}")
-
-
-def random_value(r: random.Random, depth: int = 0) -> Any:
-    kind = r.randrange(9 if depth < 5 else 6)
-    if kind == 0:
-        return r.choice([None, True, False])
-    if kind == 1:
-        return r.randrange(-(10 ** r.randrange(1, 25)), 10 ** r.randrange(1, 25))
-    if kind == 2:
-        return r.uniform(-1, 1) * 10.0 ** r.randrange(-300, 300)
-    if kind < 6:
-        odd = ['"', "\\", "\n", "\b", "é", "ÿ", "Ā", "深", "\ud7ff", "\ufffd", "🚀", "\u2028", "\x00", "\x1b", "\x7f"]
-        return "".join(r.choice([r.choice(odd), "x" * r.randrange(80)]) for _ in range(r.randrange(12)))
-    if kind == 6:
-        return [random_value(r, depth + 1) for _ in range(r.randrange(6))]
-    names = ["a", 'b"', "é🚀", "k" * 70, "\n\x01"]
-    return {r.choice(names) + str(r.randrange(4)): random_value(r, depth + 1) for _ in range(r.randrange(6))}
 
 
 def test_agrees_with_the_standard_library() -> None:
@@ -382,28 +354,6 @@ def test_canonical(text: str, want: str) -> None:
     assert _json.canonical(want) == want
 
 
-def respelled(r: random.Random, value: Any) -> str:
-    """The value as JSON with random white space and random escapes."""
-
-    def space() -> str:
-        return "".join(r.choices(" \t\r\n", k=r.choice([0, 0, 1, 3])))
-
-    if isinstance(value, str):
-        out = ""
-        for c in value:
-            units = c.encode("utf-16-be")
-            escaped = "".join(f"\\u{units[i]:02x}{units[i + 1]:02X}" for i in range(0, len(units), 2))
-            plain = json.dumps(c, ensure_ascii=False)[1:-1]
-            out += r.choice([plain, escaped, "\\/" if c == "/" else plain])
-        return f'"{out}"'
-    if isinstance(value, list):
-        return "[" + ",".join(space() + respelled(r, v) + space() for v in value) + space() + "]"
-    if isinstance(value, dict):
-        members = (space() + respelled(r, k) + space() + ":" + space() + respelled(r, v) for k, v in value.items())
-        return "{" + ",".join(m + space() for m in members) + space() + "}"
-    return json.dumps(value)
-
-
 def test_canonical_is_equal_however_it_was_spelled() -> None:
     print("seed", SEED)
     r = random.Random(SEED)
@@ -550,36 +500,7 @@ def test_every_prefix_and_every_byte_changed(isa: str) -> None:
             parse(body[:n])
     for i in range(len(body)):
         for byte in range(256):
-            check_against_standard_library(body[:i] + bytes([byte]) + body[i + 1 :])
-
-
-def check_against_standard_library(body: bytes) -> None:
-    """Same verdict and value as `json` in strict mode, where that is as strict as RFC 8259."""
-
-    def refuse(text: str) -> None:
-        raise ValueError(text)
-
-    try:
-        # `json` takes NaN and Infinity, a byte order mark and other encodings.
-        want = json.loads(body.decode("utf-8"), parse_constant=refuse)
-    except (ValueError, RecursionError):
-        with pytest.raises(JSONError):
-            parse(body)
-        return
-    root = parse(body)
-    got = root.loads()
-    assert json.dumps(got) == json.dumps(repaired(want)), body
-
-
-def repaired(value: Any) -> Any:
-    """With surrogates as `_json` gives them."""
-    if isinstance(value, str):
-        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    if isinstance(value, list):
-        return [repaired(v) for v in value]
-    if isinstance(value, dict):
-        return {repaired(k): repaired(v) for k, v in value.items()}
-    return value
+            check(body[:i] + bytes([byte]) + body[i + 1 :])
 
 
 def test_other_buffers() -> None:

@@ -1,0 +1,64 @@
+"""Fuzz target of the JSON room: any bytes. The standard library is the oracle, for every instruction set."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from ds4 import _json
+from tests.support.json_text import check, random_value, respelled, usable_isas
+
+_ISAS = usable_isas()
+
+
+def verdict(body: bytes) -> tuple[object, ...]:
+    """Everything that must not depend on the instruction set."""
+    try:
+        root = _json.parse(body)
+    except _json.JSONError as e:
+        return e.message, e.offset, e.path
+    try:
+        value = json.dumps(root.loads())
+    except _json.JSONError as e:
+        value = str(e)
+    return value, root.canonical(), root.minified(), _json.escape(root.minified())
+
+
+def target(data: bytes) -> None:
+    """The input is the body."""
+    before = _json.use_isa("auto")
+    try:
+        check(data)
+        verdicts = []
+        for isa in _ISAS:
+            _json.use_isa(isa)
+            verdicts.append(verdict(data))
+        assert all(v == verdicts[0] for v in verdicts)
+    finally:
+        _json.use_isa(before)
+
+
+def example(rng: random.Random) -> bytes:
+    """A value in a random spelling, sometimes deep, long or with pieces that break it."""
+    kind = rng.randrange(8)
+    if kind == 0:
+        n = rng.choice([3, 200, 255, 256, 257, 300])
+        return b"[" * n + b"1" + b"]" * (n - rng.randrange(2))
+    body = respelled(rng, random_value(rng)).encode()
+    if kind < 4:
+        pieces = [
+            b'"',
+            b"\\",
+            b"\\u",
+            b"\\ud83d",
+            b"\\ude00",
+            b"\xf0\x9f",
+            b"\x80",
+            b"\xed\xa0\x80",
+            b"1e999",
+            b"-0",
+            b",",
+        ]
+        at = rng.randrange(len(body) + 1)
+        body = body[:at] + rng.choice(pieces) + body[at:]
+    return body
