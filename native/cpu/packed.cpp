@@ -385,8 +385,7 @@ void PackedWeight::pack(ThreadPool* pool) const {
     if (act == acts_.end()) acts_.push_back(g.format.act);
     segments_.push_back(g);
   }
-  // Kernels prefetch past the end of a tile; a prefetch never faults, but keep it inside the mapping.
-  memory_ = HugeBuffer(static_cast<size_t>(total) + 4096);
+  memory_ = HugeBuffer(static_cast<size_t>(total));
   auto* base = reinterpret_cast<uint8_t*>(memory_.data());
   for (size_t i = 0; i < segments_.size(); ++i) {
     Segment& g = segments_[i];

@@ -129,7 +129,7 @@ inline Vf dot2_bf16(Vf acc, const uint8_t* w, const uint8_t* x) {
                           reinterpret_cast<__m512bh>(_mm512_set1_epi32(two)));
 }
 inline void prefetch(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
 }
 
 }  // namespace

@@ -1,0 +1,192 @@
+"""Speed of the CPU kernels on the shapes of SmolLM2-135M, op by op, against what this machine can do at most.
+
+    python bench/kernels.py [--threads 2] [--type Q4_1] [--isa auto] [--rows 1 16 512] [--depth 512 2048] [--json]
+
+Peaks come from `bench/roofline.cpp`, built and run first (bandwidth of reads from huge pages; int8, bf16 and f32
+multiply-adds). Each operation is the best of many runs: on a shared machine only the undisturbed run says what the
+kernel does. The last lines add up a whole step (30 layers and the head) and give tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType as Q
+from gguf.quants import quantize
+
+from ds4 import _cpu
+
+LAYERS, WIDTH, HIDDEN, Q_HEADS, KV_HEADS, HEAD, VOCAB = 30, 576, 1536, 9, 3, 64, 49152
+PEAK_OF = {"BF16": "bf16", "F16": "f32", "F32": "f32"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measured operation; `floor_us` is what the roofline allows."""
+
+    op: str
+    rows: int
+    us: float
+    gops: float
+    gbytes: float
+    floor_us: float
+
+    @property
+    def of_peak(self) -> float:
+        return self.floor_us / self.us
+
+
+def roofline(threads: int) -> dict[str, float]:
+    """{"read": GB/s, "int8": Gop/s, "bf16": ..., "f32": ...}; 0 where the CPU lacks the instructions."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "roofline"
+        source = Path(__file__).with_name("roofline.cpp")
+        subprocess.run(["g++", "-O3", "-march=native", "-std=c++20", "-pthread", source, "-o", program], check=True)
+        out = subprocess.run([program, str(threads)], check=True, capture_output=True, text=True).stdout
+    return {k: float(v) for k, v in (line.split() for line in out.splitlines())}
+
+
+class Bench:
+    def __init__(self, threads: int, isa: str, type_name: str, peaks: dict[str, float], seconds: float) -> None:
+        self.ops = _cpu.cpu_ops(threads, isa)
+        self.type = type_name
+        self.peaks = peaks
+        self.seconds = seconds
+        self.rng = np.random.default_rng(1)
+        self.lines: list[Line] = []
+
+    def normal(self, *shape: int) -> npt.NDArray[np.float32]:
+        return self.rng.standard_normal(shape).astype(np.float32)
+
+    def weight(self, rows: int, cols: int, use: str = "linear", type_name: str | None = None) -> _cpu.OpsWeight:
+        kind = Q[type_name or self.type]
+        data = quantize(self.normal(rows, cols), kind).view(np.uint8).reshape(-1)
+        parts = [(data, int(kind), rows, cols)]
+        if use == "swiglu":
+            parts = [(half, int(kind), rows // 2, cols) for half in np.split(data, 2)]
+        return self.ops.load(parts, use)
+
+    def add(self, op: str, rows: int, seconds: float, ops: float, read: float, peak: str) -> float:
+        floor = max(ops / (self.peaks[peak] * 1e9 or 1e30), read / (self.peaks["read"] * 1e9))
+        self.lines.append(Line(op, rows, seconds * 1e6, ops / seconds / 1e9, read / seconds / 1e9, floor * 1e6))
+        return seconds
+
+    def times(self, work: float) -> int:
+        return max(5, min(2000, int(self.seconds / max(work, 1e-6))))
+
+    def product(self, op: str, rows: int, out: int, cols: int, type_name: str | None = None) -> float:
+        """Weights are read from memory, not from a cache: as many copies as the last-level cache does not hold."""
+        gated = op == "gate, up"
+        use = "swiglu" if gated else "linear"
+        one = self.weight(out, cols, use, type_name)
+        copies = 1 if rows > 32 else max(1, int(80e6 / one.resident_bytes))
+        weights = [one] + [self.weight(out, cols, use, type_name) for _ in range(copies - 1)]
+        x, y = self.normal(rows, cols), self.normal(rows, out // 2 if gated else out)
+        gain = self.ops.load([(np.ones(cols, np.float32).view(np.uint8), int(Q.F32), 1, cols)])
+
+        def run(w: _cpu.OpsWeight, times: int) -> float:
+            if gated:
+                return self.ops.linear_swiglu(w, x, y, gain, times=times)
+            if op in ("out", "down"):
+                return self.ops.linear_add(w, x, y, times=times)
+            return self.ops.linear(w, x, y, gain, times=times)
+
+        guess = run(one, 2)
+        best = 1e9
+        if copies == 1:
+            best = run(one, self.times(guess))
+        else:
+            for _ in range(max(3, self.times(guess * copies))):
+                best = min(best, sum(run(w, 1) for w in weights) / copies)
+        peak = PEAK_OF.get(type_name or self.type, "int8")
+        return self.add(op, rows, best, 2.0 * rows * out * cols, one.resident_bytes, peak)
+
+    def attention(self, rows: int, depth: int, sessions: int) -> float:
+        """`sessions` decode rows at `depth`, or one session's chunk of `rows` that ends at `depth`."""
+        width = KV_HEADS * HEAD
+        specs = [(n, "append", int(Q.F16), KV_HEADS, HEAD, 1, 0) for n in ("k.0", "v.0")]
+        copies = sessions if sessions > 1 else max(1, int(60e6 / (depth * width * 4))) if rows == 1 else 1
+        states = []
+        for _ in range(copies):
+            state = self.ops.new_state(specs, depth)
+            state.reserve(depth)
+            for i in range(2):
+                data = self.rng.standard_normal((depth, width)).astype(np.float16)
+                state.import_rows(i, 0, depth, data.view(np.uint8).reshape(-1))
+            states.append(state)
+        q, out = self.normal(rows, Q_HEADS * HEAD), self.normal(rows, Q_HEADS * HEAD)
+        shape = (Q_HEADS, KV_HEADS, HEAD, HEAD**-0.5, out)
+        if sessions > 1:
+            lists = [[(s, depth - 1) for s in states]]
+        else:
+            lists = [[(s, depth - rows + i) for i in range(rows)] for s in states]
+        guess = self.ops.attention(q, lists[0], 0, 1, *shape, 2)
+        best = 1e9
+        for _ in range(max(3, self.times(guess * len(lists)))):
+            best = min(best, sum(self.ops.attention(q, r, 0, 1, *shape, 1) for r in lists) / len(lists))
+        keys = sum(depth if sessions > 1 else depth - rows + i + 1 for i in range(rows))
+        ops = 4.0 * keys * Q_HEADS * HEAD
+        read = 4.0 * depth * width * (sessions if sessions > 1 else 1)
+        return self.add(f"attention @{depth}", rows, best, ops, read, "f32")
+
+    def rope(self, rows: int) -> float:
+        specs = [(n, "append", int(Q.F16), KV_HEADS, HEAD, 1, 0) for n in ("k.0", "v.0")]
+        state = self.ops.new_state(specs, rows)
+        list_ = [(state, i) for i in range(rows)]
+        qkv, table = self.normal(rows, (Q_HEADS + 2 * KV_HEADS) * HEAD), np.zeros((rows, HEAD), np.float32)
+        self.ops.rope_table(list_, [10000.0 ** (-i / 32) for i in range(HEAD // 2)], table)
+        best = self.ops.rope_store(qkv, table, True, list_, 0, 1, Q_HEADS, KV_HEADS, HEAD, self.times(1e-6 * rows))
+        width = (Q_HEADS + KV_HEADS) * HEAD
+        return self.add("rope, store", rows, best, 3.0 * rows * width, 0.0, "f32")
+
+    def step(self, rows: int, depth: int, prefill: bool) -> float:
+        """Seconds of a whole step of `rows` rows: one session's chunk, or one row of each of `rows` sessions."""
+        layer = self.product("q, k, v", rows, (Q_HEADS + 2 * KV_HEADS) * HEAD, WIDTH)
+        layer += self.rope(rows)
+        layer += self.attention(rows, depth, 1 if prefill else rows)
+        layer += self.product("out", rows, WIDTH, Q_HEADS * HEAD)
+        layer += self.product("gate, up", rows, 2 * HIDDEN, WIDTH)
+        layer += self.product("down", rows, WIDTH, HIDDEN)
+        head_type = self.type if self.type in PEAK_OF else "Q8_0"
+        return LAYERS * layer + self.product("head", 1 if prefill else rows, VOCAB, WIDTH, head_type)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--isa", default="auto")
+    parser.add_argument("--type", default="Q4_1")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 512], help="more than 32: one prefill chunk")
+    parser.add_argument("--depth", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("--seconds", type=float, default=0.3, help="per operation")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    bench = Bench(args.threads, args.isa, args.type, {}, args.seconds)
+    threads = int(bench.ops.name.split(", ")[1].split()[0])
+    bench.peaks = roofline(threads)
+    steps = {}
+    for rows in args.rows:
+        for depth in args.depth:
+            if depth >= rows or rows <= 32:
+                steps[f"{rows} rows, depth {depth}"] = rows / bench.step(rows, depth, prefill=rows > 32)
+    if args.json:
+        print(json.dumps({"backend": bench.ops.name, "peaks": bench.peaks, "steps": steps,
+                          "ops": [asdict(line) for line in bench.lines]}))  # fmt: skip
+        return
+    print(bench.ops.name, args.type, "; peaks:", ", ".join(f"{k} {v:.0f}" for k, v in bench.peaks.items()))
+    print(f"{'operation':<20}{'rows':>5}{'us':>10}{'Gop/s':>9}{'GB/s':>8}{'of peak':>9}")
+    for line in bench.lines:
+        print(f"{line.op:<20}{line.rows:>5}{line.us:>10.1f}{line.gops:>9.0f}{line.gbytes:>8.1f}{line.of_peak:>9.0%}")
+    for name, rate in steps.items():
+        print(f"step of {name}: {rate:.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+// Sixteen lanes as four NEON registers (Armv8.2 with dot product and half precision). Included by kernels_neon.cpp
+// only.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+
+namespace ds4::cpu {
+namespace {
+
+struct Vf {
+  float32x4_t v[4];
+};
+struct Vi {
+  int32x4_t v[4];
+};
+struct Vb {
+  uint8x16_t v[4];
+};
+
+constexpr int kMaxTokens = 4;
+constexpr int kScoreVectors = 3;
+constexpr int kScoreTiles = 1;
+constexpr int kValueVectors = 3;
+constexpr int kValueWidth = 1;
+
+template <class F>
+inline Vf each(F f) {
+  return {{f(0), f(1), f(2), f(3)}};
+}
+template <class F>
+inline Vi each_i(F f) {
+  return {{f(0), f(1), f(2), f(3)}};
+}
+template <class F>
+inline Vb each_b(F f) {
+  return {{f(0), f(1), f(2), f(3)}};
+}
+
+inline Vf set1(float x) {
+  return each([=](int) { return vdupq_n_f32(x); });
+}
+inline Vf zero() {
+  return set1(0.0f);
+}
+inline Vf load(const float* p) {
+  return each([=](int i) { return vld1q_f32(p + 4 * i); });
+}
+inline void store(float* p, Vf a) {
+  for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
+}
+inline Vf load_f16(const uint16_t* p) {
+  return each([=](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
+}
+inline void store_f16(uint16_t* p, Vf a) {
+  for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
+}
+inline Vf load_i8(const uint8_t* p) {
+  const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(p));
+  const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+  return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
+           vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
+}
+inline Vf add(Vf a, Vf b) {
+  return each([&](int i) { return vaddq_f32(a.v[i], b.v[i]); });
+}
+inline Vf sub(Vf a, Vf b) {
+  return each([&](int i) { return vsubq_f32(a.v[i], b.v[i]); });
+}
+inline Vf mul(Vf a, Vf b) {
+  return each([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
+}
+inline Vf div(Vf a, Vf b) {
+  return each([&](int i) { return vdivq_f32(a.v[i], b.v[i]); });
+}
+inline Vf fma(Vf a, Vf b, Vf c) {
+  return each([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
+}
+inline Vf max(Vf a, Vf b) {
+  return each([&](int i) { return vmaxq_f32(a.v[i], b.v[i]); });
+}
+inline Vf min(Vf a, Vf b) {
+  return each([&](int i) { return vminq_f32(a.v[i], b.v[i]); });
+}
+inline Vf abs(Vf a) {
+  return each([&](int i) { return vabsq_f32(a.v[i]); });
+}
+inline Vf round(Vf a) {
+  return each([&](int i) { return vrndnq_f32(a.v[i]); });
+}
+inline Vf first_lanes(Vf a, int n, float other) {
+  static const int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return each([&](int i) {
+    return vbslq_f32(vcltq_s32(vld1q_s32(kLanes + 4 * i), vdupq_n_s32(n)), a.v[i], vdupq_n_f32(other));
+  });
+}
+inline Vf zero_below(Vf x, float limit, Vf v) {
+  return each([&](int i) { return vbslq_f32(vcgeq_f32(x.v[i], vdupq_n_f32(limit)), v.v[i], vdupq_n_f32(0)); });
+}
+inline float hmax(Vf a) {
+  return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
+}
+
+inline Vi set1_i(int32_t x) {
+  return each_i([=](int) { return vdupq_n_s32(x); });
+}
+inline Vi zero_i() {
+  return set1_i(0);
+}
+inline Vf to_float(Vi a) {
+  return each([&](int i) { return vcvtq_f32_s32(a.v[i]); });
+}
+inline Vi to_int(Vf a) {
+  return each_i([&](int i) { return vcvtnq_s32_f32(a.v[i]); });
+}
+inline void store_i8(int8_t* p, Vi a) {
+  const int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1]));
+  const int16x8_t high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));
+  vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+}
+inline int32_t hsum_i(Vi a) {
+  return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
+}
+inline Vf exp2_int(Vi n) {
+  return each([&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23)); });
+}
+
+inline Vb load_bytes(const uint8_t* p) {
+  return each_b([=](int i) { return vld1q_u8(p + 16 * i); });
+}
+inline Vb low_nibbles(Vb a) {
+  return each_b([&](int i) { return vandq_u8(a.v[i], vdupq_n_u8(15)); });
+}
+inline Vb high_nibbles(Vb a) {
+  return each_b([&](int i) { return vshrq_n_u8(a.v[i], 4); });
+}
+inline Vb lookup(Vb index, const uint8_t* table) {
+  const uint8x16_t t = vld1q_u8(table);
+  return each_b([&](int i) { return vqtbl1q_u8(t, index.v[i]); });
+}
+// The dot product is of signed bytes: larger weights are moved down by 128, and 128 * sum(x) is added back.
+template <int BITS>
+inline Vi dot4(Vi acc, Vb w, const int8_t* x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, 4);
+  const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
+  if constexpr (BITS == 4) {
+    return each_i([&](int i) { return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(w.v[i]), v); });
+  } else {
+    const int32x4_t half = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), v), back = vaddq_s32(half, half);
+    return each_i([&](int i) {
+      const int8x16_t moved = vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(128)));
+      return vdotq_s32(vaddq_s32(acc.v[i], back), moved, v);
+    });
+  }
+}
+inline Vf dot2_bf16(Vf acc, const uint8_t* w, const uint8_t* x) {
+  uint32_t two;
+  __builtin_memcpy(&two, x, 4);
+  const float32x4_t first = vreinterpretq_f32_u32(vdupq_n_u32(two << 16));
+  const float32x4_t second = vreinterpretq_f32_u32(vdupq_n_u32(two & 0xffff0000u));
+  return each([&](int i) {
+    const uint32x4_t pairs = vreinterpretq_u32_u8(vld1q_u8(w + 16 * i));
+    const float32x4_t sum = vfmaq_f32(acc.v[i], vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16)), first);
+    return vfmaq_f32(sum, vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000u))), second);
+  });
+}
+inline void prefetch(const void* p) {
+  __builtin_prefetch(p);
+}
+
+}  // namespace
+}  // namespace ds4::cpu
