@@ -372,6 +372,9 @@ def test_a_think_tag_inside_a_value_of_open_reasoning() -> None:
     inside = "hm" + block(param("a", "x </think> y"))
     r = run_all_splits(inside, "eos", "deepseek4", thinking=True, tools=True)
     assert [json.loads(c.arguments) for c in r.calls] == [{"a": "x </think> y"}]
+    # A thought, if the turn goes on; the tag in its value is still data.
+    r = run_all_splits(inside + " no.</think>Done.", "eos", "deepseek4", thinking=True, tools=True)
+    assert (r.reasoning, r.content, r.calls) == (inside + " no.", "Done.", ())
     # A value that is never closed was a quotation, and the tag is real.
     quoted = f'hm {OPEN}{INVOKE}<{D}parameter name="a" string="true">ls... no.</think>'
     r = run_all_splits(quoted + "Answer.", "eos", "deepseek4", thinking=True, tools=True)
