@@ -515,6 +515,7 @@ cdef class Rax:
                 assert x == self.root or x.slot != NO_KEY or x.n > 1, "a node has a key or branches"
                 for i in range(1, x.n):
                     assert edges(x)[i - 1] < edges(x)[i], "edges ascend"
+                assert x.slot != NO_KEY or x.value == NULL, "a node without a key has no value"
                 if x.slot != NO_KEY:
                     assert x.value == PyList_GET_ITEM(self.values, x.slot), "a node's value is its slot's"
                     keys += 1
