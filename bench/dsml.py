@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Output parser, CPU time per token, beside the chunk generator of `deepseek-recipe` in the same run.
 
+    python -m bench.dsml
+
 Three streams of tokens of about four bytes: plain text without tools, text with tools, and one call with a long string
 argument. Both sides get one token per call and give out events as Python objects. Targets: at least 3 times faster
 than the peer, at most 1 us per token. The peer's chunks are not turned into JSON here.
@@ -10,10 +12,10 @@ from __future__ import annotations
 
 import importlib
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
+from bench import timing
 from ds4._dsml import Parser
 
 N = 20_000
@@ -23,15 +25,6 @@ D = "｜DSML｜"
 def tokens(rng: random.Random, n: int) -> list[str]:
     words = ["the", " model", " writes", ",\n", " <b>", " é", "code", " x = 1", ". ", "\n    "]
     return [rng.choice(words) for _ in range(n)]
-
-
-def microseconds(work: Callable[[], object], count: int, runs: int = 9) -> float:
-    best = float("inf")
-    for _ in range(runs):
-        start = time.thread_time()
-        work()
-        best = min(best, time.thread_time() - start)
-    return best / count * 1e6
 
 
 def ours(pieces: list[bytes], tools: bool) -> Callable[[], None]:
@@ -77,15 +70,19 @@ def main() -> None:
     print(f"{N} tokens, us of CPU time per token (feed and the sampling question together)")
     print(f"{'':16s}{'ds4._dsml':>12s}{'peer':>12s}{'ratio':>10s}")
     for title, pieces, tools in streams:
-        mine = microseconds(ours([p.encode() for p in pieces], tools), len(pieces))
-        line = f"{title:16s}{mine:12.3f}"
+        work = {"ours": ours([p.encode() for p in pieces], tools)}
         if recipe is not None:
-            other = microseconds(theirs(recipe, pieces, tools), len(pieces), 3)
-            line += f"{other:12.3f}{other / mine:10.1f}"
+            work["theirs"] = theirs(recipe, pieces, tools)
+        found = timing.seconds(work)
+        line = f"{title:16s}{timing.median(found['ours']) / len(pieces) * 1e6:12.3f}"
+        if recipe is not None:
+            line += f"{timing.median(found['theirs']) / len(pieces) * 1e6:12.3f}"
+            line += f"{timing.ratio(found['theirs'], found['ours']):10.1f}"
         print(line)
     calls = [f'<{D}invoke name="f">\n<{D}parameter name="a" string="true">x</{D}parameter>\n</{D}invoke>\n'] * 100_000
     block = "".join([head[0], *calls, tail[-1]]).encode()
-    print(f"100,000 calls in one block, whole: {len(block) / microseconds(ours([block], True), 1, 3):.1f} MB/s")
+    whole = timing.seconds({"whole": ours([block], True)}, rounds=3)["whole"]
+    print(f"100,000 calls in one block, at once: {len(block) / timing.median(whole) / 1e6:.0f} MB/s")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Radix tree against dict, in one run: 100,000 tool-call ids of 37 bytes, CPU time per operation.
 
+    python -m bench.rax
+
 A dict cannot answer the longest-prefix question; its insert and find are the floor of what Python can do. `pygtrie`
 and `datrie` are measured too where they are installed. Targets: insert 300, find 350, longest prefix 450 ns.
 """
@@ -9,24 +11,14 @@ from __future__ import annotations
 
 import importlib
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
+from bench import timing
 from ds4._rax import Rax
 
 N = 100_000
 TARGETS = {"insert": 300, "find": 350, "longest prefix": 450}
-
-
-def nanoseconds(work: Callable[[], object], operations: int, runs: int = 7) -> float:
-    """Best of `runs`, in CPU time of this thread: the machine is shared."""
-    best = float("inf")
-    for _ in range(runs):
-        start = time.thread_time()
-        work()
-        best = min(best, time.thread_time() - start)
-    return best / operations * 1e9
 
 
 def each(call: Callable[[Any], object], arguments: list[Any]) -> Callable[[], None]:
@@ -54,31 +46,15 @@ def main() -> None:
 
         return work
 
-    empty = nanoseconds(each(lambda key: None, shuffled), N)
-    rows: list[tuple[str, dict[str, float]]] = []
     tree = build(Rax, "insert")()
-    rows.append(
-        (
-            "ds4._rax",
-            {
-                "insert": nanoseconds(build(Rax, "insert"), N),
-                "find": nanoseconds(each(tree.find, shuffled), N),
-                "miss": nanoseconds(each(tree.find, missing), N),
-                "longest prefix": nanoseconds(each(tree.longest_prefix, longer), N),
-            },
-        )
-    )
     table = build(dict, "__setitem__")()
-    rows.append(
-        (
-            "dict",
-            {
-                "insert": nanoseconds(build(dict, "__setitem__"), N),
-                "find": nanoseconds(each(table.get, shuffled), N),
-                "miss": nanoseconds(each(table.get, missing), N),
-            },
-        )
-    )
+    work: dict[str, dict[str, Callable[[], object]]] = {
+        "insert": {"ds4._rax": build(Rax, "insert"), "dict": build(dict, "__setitem__")},
+        "find": {"ds4._rax": each(tree.find, shuffled), "dict": each(table.get, shuffled)},
+        "miss": {"ds4._rax": each(tree.find, missing), "dict": each(table.get, missing)},
+        "longest prefix": {"ds4._rax": each(tree.longest_prefix, longer)},
+        "empty loop": {"ds4._rax": each(lambda key: None, shuffled)},
+    }
     for module, name, prefix in (("pygtrie", "CharTrie", "longest_prefix"), ("datrie", "Trie", "longest_prefix_item")):
         try:
             factory = getattr(importlib.import_module(module), name)
@@ -87,15 +63,14 @@ def main() -> None:
         peer = factory("call_0123456789abcdefx") if module == "datrie" else factory()
         for i, key in enumerate(keys):
             peer[key.decode()] = i
-        some = [key.decode() for key in longer[:5000]]
-        rows.append((module, {"longest prefix": nanoseconds(each(getattr(peer, prefix), some), len(some), 3)}))
+        work["longest prefix"][module] = each(getattr(peer, prefix), [key.decode() for key in longer])
 
-    columns = ("insert", "find", "miss", "longest prefix")
-    print(f"{N} keys of {len(keys[0])} bytes, ns per operation, loop included (an empty call: {empty:.0f} ns)")
-    print(f"{'':12s}" + "".join(f"{c:>16s}" for c in columns))
-    for title, values in rows:
-        print(f"{title:12s}" + "".join(f"{values[c]:16.0f}" if c in values else f"{'-':>16s}" for c in columns))
-    print(f"{'target':12s}" + "".join(f"{TARGETS[c]:16d}" if c in TARGETS else f"{'-':>16s}" for c in columns))
+    print(f"{N} keys of {len(keys[0])} bytes in random order, ns per operation, loop included: median [best]")
+    for title, sides in work.items():
+        line = f"{title:16s}"
+        for name, values in timing.seconds(sides, rounds=7).items():
+            line += f"{name:>12s} {timing.median(values) / N * 1e9:5.0f} [{min(values) / N * 1e9:4.0f}]"
+        print(line + (f"    target {TARGETS[title]}" if title in TARGETS else ""))
     print(f"nodes: {tree.memory / N:.1f} bytes per key")
 
 
