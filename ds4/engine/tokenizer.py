@@ -137,6 +137,11 @@ class Tokenizer:
         return self.spec.bos_id
 
     @property
+    def add_bos(self) -> bool:
+        """The model was trained on texts that begin with `bos_id`."""
+        return self.spec.add_bos
+
+    @property
     def special_ids(self) -> Mapping[str, int]:
         """Text of every special token -> id."""
         return self._special_ids

@@ -41,6 +41,10 @@ class ScriptedTokenizer:
         return None
 
     @property
+    def add_bos(self) -> bool:
+        return False
+
+    @property
     def special_ids(self) -> Mapping[str, int]:
         return dict(self._special_ids)
 

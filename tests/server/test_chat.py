@@ -15,6 +15,7 @@ from ds4.errors import EngineError
 from ds4.server.api.chat_answer import ChatAnswer, token_logprobs
 from ds4.server.types import SampledToken
 from ds4.testing import Script, ScriptedEngine
+from tests.support.api import chunks, openai_error, openai_sdk
 from tests.support.running_server import RunningServer, Serve
 
 TOOL = {
@@ -31,34 +32,11 @@ CALL = (
 )
 
 
-def chunks(response: httpx.Response) -> list[dict[str, Any]]:
-    """The data of a stream; checks its frame."""
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"] == "text/event-stream"
-    assert response.headers["cache-control"] == "no-cache"
-    assert response.text.endswith("data: [DONE]\n\n")
-    events = response.text.removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
-    return [json.loads(e.removeprefix("data: ")) for e in events if not e.startswith(":")]
-
-
-def error(response: httpx.Response, status: int = 400) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    found = response.json()["error"]
-    assert set(found) >= {"message", "type", "param", "code"}
-    assert found["type"] == ("invalid_request_error" if status < 500 else "server_error")
-    return found
-
-
-def sdk(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)
-
-
 # ---- OpenAI's SDK -----------------------------------------------------------------------------------------------
 
 
 def test_sdk_whole_answer(serve: Serve) -> None:
-    with sdk(serve("Hello there, friend.")) as client:
+    with openai_sdk(serve("Hello there, friend.")) as client:
         answer = client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{24}", answer.id)
     assert (answer.object, answer.model) == ("chat.completion", "any")
@@ -72,7 +50,7 @@ def test_sdk_whole_answer(serve: Serve) -> None:
 
 
 def test_sdk_stream(serve: Serve) -> None:
-    with sdk(serve("Hello there, friend.")) as client:
+    with openai_sdk(serve("Hello there, friend.")) as client:
         stream = list(
             client.chat.completions.create(
                 model="any",
@@ -92,7 +70,7 @@ def test_sdk_stream(serve: Serve) -> None:
 def test_sdk_tool_loop(serve: Serve) -> None:
     server = serve(CALL, "Two files.")
     messages: list[Any] = [{"role": "user", "content": "list files"}]
-    with sdk(server) as client:
+    with openai_sdk(server) as client:
         first = client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
         choice = first.choices[0]
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I will look.")
@@ -113,7 +91,7 @@ def test_sdk_tool_loop(serve: Serve) -> None:
 def test_sdk_streamed_tool_call(serve: Serve) -> None:
     server = serve(Script.text(CALL, 3))
     with (
-        sdk(server) as client,
+        openai_sdk(server) as client,
         client.chat.completions.stream(
             model="m",
             messages=[{"role": "user", "content": "list files"}],
@@ -271,6 +249,47 @@ def test_sampled_calls_are_replayed_exactly(serve: Serve, stream: bool, exact: b
     assert "<function=bash>\n<parameter=n>" in prompt
 
 
+# ---- several choices --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_side_by_side(serve: Serve, stream: bool) -> None:
+    server = serve("one a", "two b c", "three", slots=3)
+    request = {"n": 3, "seed": 7, "temperature": 1}
+    long = "x" * 400  # of short prompts a copy is not worth its while
+    if stream:
+        found = chunks(server.chat(long, **request, stream=True, stream_options={"include_usage": True}))
+        assert [c["choices"][0]["delta"] for c in found[:3]] == [{"role": "assistant"}] * 3
+        texts = ["", "", ""]
+        reasons = [None, None, None]
+        for chunk in found[:-1]:
+            (choice,) = chunk["choices"]
+            assert reasons[choice["index"]] is None, "a chunk after its choice has finished"
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            reasons[choice["index"]] = choice["finish_reason"]
+        usage = found[-1]["usage"]
+        assert reasons == ["stop"] * 3
+    else:
+        body = server.chat(long, **request).json()
+        assert [c["index"] for c in body["choices"]] == [0, 1, 2]
+        texts = [c["message"]["content"] for c in body["choices"]]
+        usage = body["usage"]
+    assert sorted(texts) == ["one a", "three", "two b c"]
+    assert [s.params.seed for s in server.engine.samplers] == [7, 8, 9]
+    assert usage["completion_tokens"] == 6
+    once = serve("x").chat(long).json()["usage"]
+    assert usage["prompt_tokens"] == once["prompt_tokens"]
+    assert usage["prompt_tokens_details"] == once["prompt_tokens_details"]
+    evaluated = sum(count for step in server.engine.steps for _, count, _ in step.rows) - usage["completion_tokens"]
+    assert evaluated < 2 * once["prompt_tokens"], "the prompt was evaluated more than once"
+
+
+def test_a_choice_that_fails_ends_all(serve: Serve) -> None:
+    server = serve("a b c d e f", Script.text("x y z").fail_at(3), "fine", slots=2)
+    assert openai_error(server.chat(n=2), 500)["message"] == "scripted failure at token 3"
+    assert server.chat().json()["choices"][0]["message"]["content"] == "fine"
+
+
 # ---- fields -----------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +359,7 @@ def test_ignore_eos(serve: Serve) -> None:
     assert body["usage"]["completion_tokens"] == 5
     assert body["choices"][0]["finish_reason"] == "length"
     for fields in ({}, {"temperature": 0.5}, {"temperature": None}):
-        found = error(server.chat(ignore_eos=True, **fields))
+        found = openai_error(server.chat(ignore_eos=True, **fields))
         assert found["message"] == "ignore_eos requires an explicit temperature of 0"
 
 
@@ -363,7 +382,7 @@ def test_unknown_fields_are_accepted_and_logged_once(serve: Serve, caplog: pytes
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 3}, "n"),
         ({"n": 0}, "n"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.type"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
@@ -405,7 +424,7 @@ def test_unknown_fields_are_accepted_and_logged_once(serve: Serve, caplog: pytes
 )
 def test_refused_fields_are_named(serve: Serve, fields: dict[str, Any], param: str) -> None:
     server = serve()
-    found = error(server.chat(**fields))
+    found = openai_error(server.chat(**fields))
     assert found["param"] == param
     assert server.engine.prompts == []
 
@@ -472,12 +491,12 @@ def prompt_of(server: RunningServer, *messages: dict[str, Any], **fields: Any) -
     ],
 )
 def test_bad_messages_are_named(serve: Serve, messages: Any, param: str) -> None:
-    assert error(serve().http.post("/v1/chat/completions", json={"messages": messages}))["param"] == param
+    assert openai_error(serve().http.post("/v1/chat/completions", json={"messages": messages}))["param"] == param
 
 
 def test_missing_messages(serve: Serve) -> None:
     for body in ({}, {"messages": None}):
-        found = error(serve().http.post("/v1/chat/completions", json=body))
+        found = openai_error(serve().http.post("/v1/chat/completions", json=body))
         assert (found["message"], found["param"]) == ("missing messages", "messages")
 
 
@@ -589,7 +608,7 @@ def test_text_cannot_become_a_control_token(serve: Serve) -> None:
     ],
 )
 def test_bad_json(serve: Serve, body: bytes, says: str) -> None:
-    found = error(serve().http.post("/v1/chat/completions", content=body))
+    found = openai_error(serve().http.post("/v1/chat/completions", content=body))
     assert says in found["message"]
     if says != "Expected `object`, got `array`":
         assert found["message"].startswith("invalid JSON request")
@@ -616,7 +635,7 @@ def test_half_of_a_surrogate_pair_is_replaced(serve: Serve, stream: str) -> None
 def test_context_overflow(serve: Serve) -> None:
     server = serve(ScriptedEngine("a b", ctx=200))
     used = server.chat("").json()["usage"]["prompt_tokens"]
-    found = error(server.chat("x" * (200 - used)))
+    found = openai_error(server.chat("x" * (200 - used)))
     assert found["message"].startswith("Prompt has 200 tokens, but the configured context size is 200 tokens")
     assert "maximum context length" in found["message"]
     assert (found["param"], found["code"]) == ("messages", "context_length_exceeded")
@@ -640,7 +659,7 @@ def test_engine_error_before_the_headers(serve: Serve) -> None:
     engine = ScriptedEngine("fine")
     engine.fail_in_prefill(EngineError("no memory on device"))
     server = serve(engine)
-    found = error(server.chat(), 500)
+    found = openai_error(server.chat(), 500)
     assert found["message"] == "no memory on device"
     assert server.chat().json()["choices"][0]["message"]["content"] == "fine"
 
@@ -653,7 +672,7 @@ def test_engine_error_in_the_stream(serve: Serve) -> None:
     assert json.loads(last.partition("data: ")[2])["error"]["type"] == "server_error"
     assert "[DONE]" not in text
     assert '"finish_reason":"' not in text
-    with sdk(server) as client, pytest.raises(openai.APIError):
+    with openai_sdk(server) as client, pytest.raises(openai.APIError):
         server.engine.fail_in_prefill()
         list(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}], stream=True))
     assert server.chat().json()["choices"][0]["message"]["content"] == "fine"
@@ -676,7 +695,7 @@ def test_a_fault_of_ours_is_told_and_ends_nothing_else(
         assert response.text.split("\n\n")[1].startswith('event: error\ndata: {"error":{"message":"internal error"')
         assert "[DONE]" not in response.text
     else:
-        assert error(response, 500)["message"] == "internal error"
+        assert openai_error(response, 500)["message"] == "internal error"
     assert server.chat().json()["choices"][0]["message"]["content"] == "Hi."
 
 
@@ -762,4 +781,4 @@ def test_apply_template(serve: Serve) -> None:
     assert server.http.post("/v1/chat/completions", json=body).status_code == 200
     assert server.engine.prompts == [rendered["prompt"]]
     assert rendered["n_tokens"] > 0
-    assert error(server.http.post("/v1/apply-template", json={}))["param"] == "messages"
+    assert openai_error(server.http.post("/v1/apply-template", json={}))["param"] == "messages"

@@ -1,14 +1,17 @@
-"""Carries one generation to the client, as a stream or as a whole: the same steps for every dialect.
+"""Carries the generations of one request to the client, as a stream or as a whole: the same for every dialect.
 
 A dialect brings an `Answer`, which turns events into its own bytes; everything else is here: headers before the
 prompt is evaluated, keep-alives while nothing comes, back-pressure, the disconnect that cancels, the error that is a
-response before the headers and an event after them (and then never a normal end).
+response before the headers and an event after them (and then never a normal end). A request has one generation, or
+several choices side by side: they are scheduled like any others, and the first that fails ends them all.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,7 +60,10 @@ class Collected:
 
 
 class Answer(Protocol):
-    """One dialect's answer to one request. What it returns for a stream are whole events, or nothing."""
+    """One dialect's answer to one request. What it returns for a stream are whole events, or nothing.
+
+    Choices are numbered from 0; `finishes` and `collected` have one entry for each, in order.
+    """
 
     @property
     def keepalive(self) -> bytes | Callable[[], bytes]:
@@ -66,11 +72,14 @@ class Answer(Protocol):
     def begin(self) -> bytes:
         """What goes out with the headers, before the prompt is evaluated."""
 
-    def events(self, batch: Sequence[Event]) -> bytes: ...
+    def events(self, batch: Sequence[Event], choice: int = 0) -> bytes: ...
+    def end(self, finishes: Sequence[Finish]) -> bytes:
+        """What follows when every choice has finished."""
+
     def error_event(self, error: WireError) -> bytes:
         """What ends a stream that failed."""
 
-    def whole(self, collected: Collected) -> bytes:
+    def whole(self, collected: Sequence[Collected]) -> bytes:
         """The body of a response that is no stream."""
 
     def error(self, error: WireError) -> bytes:
@@ -78,43 +87,80 @@ class Answer(Protocol):
 
 
 async def send(
-    service: Service, request: GenerationRequest, answer: Answer, responder: Responder, *, stream: bool
+    service: Service, requests: Sequence[GenerationRequest], answer: Answer, responder: Responder, *, stream: bool
 ) -> None:
-    """Runs a request and sends its answer. Raises ShuttingDown before anything is sent."""
-    pending = service.bridge.submit(request)
-    responder.on_disconnect(pending.cancel)
+    """Runs the generations of a request and sends the answer. Raises ShuttingDown before anything is sent."""
+    choices: list[Pending] = []
+
+    def cancel() -> None:
+        for pending in choices:
+            pending.cancel()
+
     try:
+        for request in requests:
+            choices.append(service.bridge.submit(request))
+        responder.on_disconnect(cancel)
         if stream:
-            await _stream(pending, answer, EventStream.start(responder, service.keepalive, keep_alive=answer.keepalive))
+            await _stream(choices, answer, EventStream.start(responder, service.keepalive, keep_alive=answer.keepalive))
         else:
-            await _whole(pending, answer, responder)
+            await _whole(choices, answer, responder)
     except ClientDisconnected:
         return
     finally:
-        pending.cancel()
+        cancel()
 
 
-async def _whole(pending: Pending, answer: Answer, responder: Responder) -> None:
-    events: list[Event] = []
-    async for batch in pending.batches():
-        events += batch
-    last = events[-1] if events else None
-    if isinstance(last, Failed):
-        failure = failed_error(last)
-        responder.send(failure.status, answer.error(failure), reason=failure.message)
-    elif isinstance(last, Finish):
-        responder.send(200, answer.whole(collect(events, as_text(last))))
+async def _batches(choices: Sequence[Pending]) -> AsyncGenerator[tuple[int, list[Event]], None]:
+    """(choice, events) as they come, until every choice has ended."""
+    if len(choices) == 1:
+        async for batch in choices[0].batches():
+            yield 0, batch
+        return
+    queue: asyncio.Queue[tuple[int, list[Event]] | None] = asyncio.Queue()
 
+    async def forward(choice: int, pending: Pending) -> None:
+        async for batch in pending.batches():
+            queue.put_nowait((choice, batch))
+        queue.put_nowait(None)
 
-async def _stream(pending: Pending, answer: Answer, stream: EventStream) -> None:
+    tasks = [asyncio.ensure_future(forward(choice, pending)) for choice, pending in enumerate(choices)]
     try:
-        await _write_events(pending, answer, stream)
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _whole(choices: Sequence[Pending], answer: Answer, responder: Responder) -> None:
+    events: list[list[Event]] = [[] for _ in choices]
+    async with aclosing(_batches(choices)) as batches:
+        async for choice, batch in batches:
+            events[choice] += batch
+            last = batch[-1]
+            if isinstance(last, Failed):
+                failure = failed_error(last)
+                responder.send(failure.status, answer.error(failure), reason=failure.message)
+                return
+    collected = [collect(e, as_text(e[-1])) for e in events if e and isinstance(e[-1], Finish)]
+    if len(collected) == len(choices):
+        responder.send(200, answer.whole(collected))
+
+
+async def _stream(choices: Sequence[Pending], answer: Answer, stream: EventStream) -> None:
+    try:
+        await _write_events(choices, answer, stream)
     except ClientDisconnected:
         stream.abort("the client is gone")
         raise
     except Exception as error:
         # A stream that just ends looks complete to many clients, and agents ask again without end.
-        log.error("%s failed in its stream: %s", pending.request.id, error, exc_info=error)
+        log.error("%s failed in its stream: %s", choices[0].request.id, error, exc_info=error)
         stream.send_many((answer.error_event(wire_error(error)),))
         stream.close()
     except BaseException:
@@ -124,29 +170,40 @@ async def _stream(pending: Pending, answer: Answer, stream: EventStream) -> None
         stream.close()
 
 
-async def _write_events(pending: Pending, answer: Answer, stream: EventStream) -> None:
-    open_calls = 0
-    stream.send_many((answer.begin(),))
-    async for batch in pending.batches():
-        for event in batch:
-            if isinstance(event, ToolCallStart):
-                open_calls += 1
-            elif isinstance(event, ToolCallEnd):
-                open_calls -= 1
-        last = batch[-1]
-        if isinstance(last, Failed):
-            data = answer.events(batch[:-1]) + answer.error_event(failed_error(last))
-        elif isinstance(last, Finish) and last.reason == "error" and open_calls:
-            # The client saw the beginning of a call that must not be executed: it may not take this for an end.
-            failure = failed_error(Failed(last.error or "the tool call is not complete"))
-            data = answer.events(batch[:-1]) + answer.error_event(failure)
-        elif isinstance(last, Finish):
-            data = answer.events((*batch[:-1], as_text(last)))
-        else:
-            data = answer.events(batch)
-        if data:
-            stream.send_many((data,))
-            await stream.drain()
+async def _write_events(choices: Sequence[Pending], answer: Answer, stream: EventStream) -> None:
+    open_calls = [0] * len(choices)
+    finishes: dict[int, Finish] = {}
+    first = answer.begin()
+    if first:
+        stream.send_many((first,))
+    async with aclosing(_batches(choices)) as batches:
+        async for choice, batch in batches:
+            for event in batch:
+                if isinstance(event, ToolCallStart):
+                    open_calls[choice] += 1
+                elif isinstance(event, ToolCallEnd):
+                    open_calls[choice] -= 1
+            last = batch[-1]
+            failure: Failed | None = None
+            if isinstance(last, Failed):
+                failure = last
+            elif isinstance(last, Finish) and last.reason == "error" and open_calls[choice]:
+                # The client saw the beginning of a call that must not be executed: it may not take this for an end.
+                failure = Failed(last.error or "the tool call is not complete")
+            if failure is not None:
+                data = answer.events(batch[:-1], choice) + answer.error_event(failed_error(failure))
+                stream.send_many((data,))
+                return
+            if isinstance(last, Finish):
+                finishes[choice] = as_text(last)
+                data = answer.events((*batch[:-1], finishes[choice]), choice)
+                if len(finishes) == len(choices):
+                    data += answer.end([finishes[i] for i in range(len(choices))])
+            else:
+                data = answer.events(batch, choice)
+            if data:
+                stream.send_many((data,))
+                await stream.drain()
 
 
 def as_text(finish: Finish) -> Finish:

@@ -13,9 +13,11 @@ from ds4._json import Node, dumps
 from ds4.engine.types import SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message, Role, ToolCall
-from ds4.server.api import common
+from ds4.server.api import common, fields
 from ds4.server.api.answer import send
 from ds4.server.api.chat_answer import ChatAnswer, new_style
+from ds4.server.api.content import arguments_text, text_of
+from ds4.server.api.fields import FieldTable
 from ds4.server.api.prepare import Limits, Preparer
 from ds4.server.api.tools import function_tools, tools_offered
 
@@ -32,50 +34,56 @@ _ROLES: dict[str, Role] = {
     "function": "tool",
 }
 
-_IMAGES = frozenset({"image_url", "input_image", "image"})
-
-_KNOWN = (
-    common.SAMPLING_FIELDS
-    | common.THINKING_FIELDS
-    | {
-        "messages",
-        "model",
-        "tools",
-        "tool_choice",
-        "max_tokens",
-        "max_completion_tokens",
-        "stop",
-        "stream",
-        "stream_options",
-        "ignore_eos",
-        "logprobs",
-        "top_logprobs",
-        "n",
-        "response_format",
-        "continue_final_message",
-        "add_generation_prompt",
-        "timings",
-    }
+FIELDS = FieldTable(
+    "chat",
+    (
+        fields.required("messages", fields.array_of(fields.OBJECT), "at least one; see below"),
+        fields.MODEL,
+        fields.accepted(
+            "max_tokens", fields.INTEGER, "`--tokens`", f"the later one in the body counts; {fields.MAX_TOKENS_NOTE}"
+        ),
+        fields.accepted("max_completion_tokens", fields.INTEGER, "`--tokens`", "another name of `max_tokens`"),
+        *fields.SAMPLING,
+        fields.accepted("stop", fields.STOP_SCHEMA, "none", fields.STOP_NOTE),
+        fields.IGNORE_EOS,
+        fields.accepted("logprobs", fields.BOOLEAN, "false"),
+        fields.accepted("top_logprobs", fields.INTEGER, "0", "0 to 20; what cannot happen has -9999.0"),
+        fields.N,
+        fields.STREAM,
+        fields.STREAM_OPTIONS,
+        fields.TIMINGS,
+        fields.accepted("tools", fields.ARRAY, "none", "functions; hosted tools are left out"),
+        fields.accepted(
+            "tool_choice", fields.one_of(fields.STRING, fields.OBJECT), "`auto`", "`none` hides them; forced is 400"
+        ),
+        *fields.THINKING,
+        fields.accepted("reasoning", fields.OBJECT, "", "`effort` in it counts"),
+        fields.accepted("output_config", fields.OBJECT, "", "`effort` in it counts"),
+        fields.accepted(
+            "continue_final_message",
+            fields.BOOLEAN,
+            "false",
+            "goes on with the last assistant message instead of opening a turn; so does `messages[-1].prefix`",
+        ),
+        fields.accepted("add_generation_prompt", fields.BOOLEAN, "true", "false only beside `continue_final_message`"),
+        fields.accepted("response_format", fields.OBJECT, "text", "other types are 400"),
+        fields.accepted("modalities", fields.array_of(fields.STRING), "text", "others are 400"),
+        fields.refused("audio"),
+        fields.refused("functions", "use `tools`"),
+        fields.refused("function_call", harmless=("none", "auto")),
+        *fields.CONSTRAINTS,
+        *fields.ENDS,
+        fields.refused("echo", harmless=(False,)),
+        fields.refused("web_search_options"),
+        fields.ignored("store"),
+        fields.ignored("metadata"),
+        fields.ignored("user"),
+        fields.ignored("parallel_tool_calls", "a model calls as many tools as it wants"),
+        fields.ignored("prompt_cache_key", "every prompt is looked up in the caches"),
+        fields.ignored("service_tier"),
+        fields.ignored("prediction"),
+    ),
 )
-
-_UNSUPPORTED: dict[str, common.Harmless] = {
-    "audio": (),
-    "functions": (),
-    "function_call": ("none", "auto"),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "grammar": ("",),
-    "json_schema": (),
-    "min_tokens": (0,),
-    "stop_token_ids": (),
-    "echo": (False,),
-    "include_stop_str_in_output": (False,),
-    "web_search_options": (),
-}
-"""Fields that would change the answer and are not implemented, with the values that ask for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,7 @@ class ChatRequest:
     conversation: Conversation
     sampling: SamplingParams
     limits: Limits
+    choices: int
     stream: bool
     include_usage: bool
     timings: bool
@@ -93,13 +102,13 @@ class ChatRequest:
     """Names of fields without effect."""
 
 
-def read_chat(body: Node, defaults: SamplingParams, preparer: Preparer) -> ChatRequest:
+def read_chat(body: Node, defaults: SamplingParams, preparer: Preparer, slots: int) -> ChatRequest:
     """Everything of a body. Raises RequestError or JSONError with the path of what is wrong."""
+    without_effect = FIELDS.check(body)
     model = body.get_str("model")
     conversation, unused = read_conversation(body, preparer)
-    _check_choices(body)
-    _check_format(body)
-    common.refuse(body, _UNSUPPORTED)
+    _check_modalities(body)
+    common.check_text_format(body, "response_format")
     options = body.get_object("stream_options")
     return ChatRequest(
         model=model,
@@ -110,10 +119,11 @@ def read_chat(body: Node, defaults: SamplingParams, preparer: Preparer) -> ChatR
             stop=common.stop_strings(body, "stop"),
             ignore_eos=common.ignore_eos(body),
         ),
+        choices=common.choices(body, slots),
         stream=body.get_bool("stream", False),
         include_usage=options is not None and options.get_bool("include_usage", False),
         timings=body.get_bool("timings", False),
-        unused=(*unused, *(name for name, _ in common.given(body) if name not in _KNOWN and name not in _UNSUPPORTED)),
+        unused=(*unused, *without_effect),
     )
 
 
@@ -152,22 +162,11 @@ def _continues(body: Node, nodes: list[Node]) -> bool:
     return by_message or by_request
 
 
-def _check_choices(body: Node) -> None:
-    if body.get_int("n", 1) != 1:
-        raise RequestError(f"n={body.get_int('n')} is not supported: expected 1", param="n")
+def _check_modalities(body: Node) -> None:
     modalities = body.get_array("modalities")
     for modality in modalities or ():
         if modality.as_str() != "text":
             raise modality.error(f"Expected `text`, got {modality.as_str()[:40]!r}")
-
-
-def _check_format(body: Node) -> None:
-    node = body.get_object("response_format")
-    if node is None:
-        return
-    kind = common.required(node, "type").as_str()
-    if kind != "text":
-        raise node["type"].error(f"response_format {kind[:40]!r} is not supported: expected 'text'")
 
 
 # ---- messages ---------------------------------------------------------------------------------------------------
@@ -178,37 +177,11 @@ def _message(node: Node) -> Message:
     role = _ROLES.get(name)
     if role is None:
         raise node["role"].error(f"Expected one of {', '.join(_ROLES)}, got {name[:40]!r}")
-    content = node.get("content")
-    text = "" if content is None else _text(content)
+    text = text_of(node.get("content"))
     if role == "assistant":
         return Message(role, text, reasoning=_reasoning(node), calls=_calls(node))
     call_id = node.get_str("tool_call_id") if role == "tool" else None
     return Message(role, text, call_id=call_id)
-
-
-def _text(node: Node) -> str:
-    """Content: a string, or parts put together without separator; a list and a string with equal text are equal."""
-    if node.kind == "str":
-        return node.as_str()
-    if node.kind != "array":
-        raise node.error(f"Expected `str` or `array`, got `{node.kind}`")
-    return "".join([_part(part) for part in node])
-
-
-def _part(part: Node) -> str:
-    if part.kind == "str":
-        return part.as_str()
-    kind = part.as_object().get_str("type", "text")
-    if kind in _IMAGES:
-        raise part["type"].error("image input is not supported by this model")
-    if kind == "refusal":
-        return part.get_str("refusal", "")
-    text = part.get("text")
-    if text is not None:
-        return _text(text)
-    if "text" in part:
-        return ""
-    raise part.error(f"Content of type {kind[:40]!r} is not supported: expected `text`")
 
 
 def _reasoning(node: Node) -> str:
@@ -216,7 +189,7 @@ def _reasoning(node: Node) -> str:
     for name in ("reasoning_content", "reasoning"):
         member = node.get(name)
         if member is not None:
-            return _text(member)
+            return text_of(member)
     return ""
 
 
@@ -224,7 +197,7 @@ def _calls(node: Node) -> tuple[ToolCall, ...]:
     calls = [_call(item) for item in node.get_array("tool_calls") or ()]
     legacy = node.get_object("function_call")
     if legacy is not None:
-        calls.append(ToolCall("", common.required(legacy, "name").as_str(), _arguments(legacy, "arguments")))
+        calls.append(ToolCall("", common.required(legacy, "name").as_str(), arguments_text(legacy.get("arguments"))))
     return tuple(calls)
 
 
@@ -232,17 +205,9 @@ def _call(item: Node) -> ToolCall:
     call_id = item.get_str("id", "")
     custom = item.get_object("custom")
     if custom is not None:
-        return ToolCall(call_id, common.required(custom, "name").as_str(), _arguments(custom, "input"))
+        return ToolCall(call_id, common.required(custom, "name").as_str(), arguments_text(custom.get("input")))
     function = common.required(item, "function")
-    return ToolCall(call_id, common.required(function, "name").as_str(), _arguments(function, "arguments"))
-
-
-def _arguments(node: Node, name: str) -> str:
-    """Arguments as the client sent them, whatever they are: a string need not be JSON, a value need not be a string."""
-    value = node.get(name)
-    if value is None:
-        return "{}"
-    return value.as_str() if value.kind == "str" else value.minified()
+    return ToolCall(call_id, common.required(function, "name").as_str(), arguments_text(function.get("arguments")))
 
 
 # ---- the endpoint -----------------------------------------------------------------------------------------------
@@ -251,8 +216,8 @@ def _arguments(node: Node, name: str) -> str:
 async def chat_completions(service: Service, request: Request, responder: Responder) -> None:
     """Answers one request. Errors before the headers are raised; the router draws them."""
     body = service.body(request)
-    chat = read_chat(body, service.config.sampling, service.preparer)
-    service.unknown.note("chat", chat.unused)
+    chat = read_chat(body, service.config.sampling, service.preparer, service.n_slots)
+    service.unknown.note(FIELDS.where, chat.unused)
     prompt = await service.prompt(chat.conversation)
     model = service.model_id if chat.model is None else chat.model
     style = new_style(
@@ -261,19 +226,22 @@ async def chat_completions(service: Service, request: Request, responder: Respon
         timings=chat.timings or service.config.timings,
         logprobs=chat.sampling.logprobs is not None,
     )
-    job = service.preparer.request(
-        style.id,
-        "chat",
-        model,
-        prompt,
-        chat.conversation,
-        chat.sampling,
-        chat.limits,
-        param="messages",
-        received=request.received,
-    )
-    answer = ChatAnswer(style, service.token_bytes, service.remember_call)
-    await send(service, job, answer, responder, stream=chat.stream)
+    jobs = [
+        service.preparer.request(
+            common.choice_id(style.id, choice, chat.choices),
+            "chat",
+            model,
+            prompt,
+            chat.conversation,
+            common.choice_sampling(chat.sampling, choice),
+            chat.limits,
+            param="messages",
+            received=request.received,
+        )
+        for choice in range(chat.choices)
+    ]
+    answer = ChatAnswer(style, service.token_bytes, service.remember_call, chat.choices)
+    await send(service, jobs, answer, responder, stream=chat.stream)
 
 
 async def apply_template(service: Service, request: Request, responder: Responder) -> None:

@@ -1,14 +1,13 @@
-"""Fields that mean the same in every dialect: sampling, limits, stop strings, thinking, and what to do with the rest.
+"""Values of fields that mean the same in every dialect: sampling, limits, stop strings, thinking, choices.
 
-A field that is null is absent. A field of the wrong type or range is 400 with its path. A field that would change the
-answer and is not implemented is 400 (`refuse`); every other unknown field is accepted and logged once per name,
-because real clients send metadata that no server knows.
+A field that is null is absent. A field of the wrong type or range is 400 with its path. Which fields there are, and
+what becomes of the others, is in `fields`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ds4._json import Node
@@ -33,23 +32,6 @@ _EFFORTS = {
 
 _OFF_SUFFIXES = ("-chat", "-no-think", "-nothink")
 _ON_SUFFIX = "-reasoner"
-
-SAMPLING_FIELDS = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "repeat_penalty",
-        "logit_bias",
-    }
-)
-
-THINKING_FIELDS = frozenset({"thinking", "think", "enable_thinking", "chat_template_kwargs", "reasoning_effort"})
 
 
 def given(body: Node) -> list[tuple[str, Node]]:
@@ -121,6 +103,24 @@ def _logit_bias(body: Node, vocab_size: int) -> dict[int, float]:
     return biases
 
 
+def choices(body: Node, slots: int) -> int:
+    """`n`: how many answers, each in a slot of its own."""
+    n = body.get_int("n", 1)
+    if not 1 <= n <= slots:
+        raise RequestError(f"n={n} is not supported: expected 1 to {slots}, the number of slots", param="n")
+    return n
+
+
+def choice_id(id: str, choice: int, choices: int) -> str:
+    """How the log and `/slots` name one choice of a request."""
+    return id if choices == 1 else f"{id}/{choice}"
+
+
+def choice_sampling(params: SamplingParams, choice: int) -> SamplingParams:
+    """Sampling of one of several choices: equal seeds would make equal choices."""
+    return params if params.seed is None else replace(params, seed=(params.seed + choice) & (2**63 - 1))
+
+
 def top_logprobs(body: Node) -> int | None:
     """OpenAI chat's `logprobs` (bool) and `top_logprobs` (0 to 20) as `SamplingParams.logprobs`."""
     wanted = body.get_bool("logprobs", False)
@@ -167,6 +167,19 @@ def ignore_eos(body: Node) -> bool:
     return True
 
 
+# ---- format -----------------------------------------------------------------------------------------------------
+
+
+def check_text_format(body: Node, name: str) -> None:
+    """400 for a format that would constrain the answer: it is text."""
+    node = body.get_object(name)
+    if node is None:
+        return
+    kind = required(node, "type").as_str()
+    if kind != "text":
+        raise node["type"].error(f"format {kind[:40]!r} is not supported: expected 'text'")
+
+
 # ---- thinking ---------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +187,7 @@ def thinking_effort(body: Node, model: str, syntax: Syntax, n_ctx: int) -> str |
     """Effort of the conversation: "none" when thinking is off, else a name, or a level where the model has them.
 
     Later members of the body override earlier ones. A `model` name that ends in -chat or -reasoner decides when the
-    body has no switch.
+    body has no switch. `output_config.effort` is Anthropic's, `reasoning.effort` OpenAI's name for the same.
     """
     on: bool | None = None
     effort: str | int | None = None
@@ -185,6 +198,11 @@ def thinking_effort(body: Node, model: str, syntax: Syntax, n_ctx: int) -> str |
             on = node.as_bool()
         elif name == "reasoning_effort":
             effort = parse_effort(node, syntax)
+        elif name in ("output_config", "reasoning"):
+            value = node.as_object().get("effort")
+            if value is not None:
+                effort = parse_effort(value, syntax)
+                on = effort not in ("none", 0) if name == "reasoning" else on
         elif name == "chat_template_kwargs":
             for key, value in given(node.as_object()):
                 if key in ("enable_thinking", "thinking"):
@@ -234,25 +252,6 @@ def _alias_thinking(model: str) -> bool | None:
 
 
 # ---- the rest ---------------------------------------------------------------------------------------------------
-
-Harmless = Collection[object]
-
-
-def refuse(body: Node, unsupported: Mapping[str, Harmless]) -> None:
-    """400 for the first field of `unsupported` whose value asks for something; its harmless values are allowed.
-
-    An empty array or object asks for nothing.
-    """
-    for name, harmless in unsupported.items():
-        node = body.get(name)
-        if node is None:
-            continue
-        if node.kind in ("array", "object"):
-            if len(node) == 0:
-                continue
-        elif node.loads() in harmless:
-            continue
-        raise node.error(f"{name} is not supported by this server")
 
 
 class UnknownFields:

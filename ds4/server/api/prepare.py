@@ -49,6 +49,26 @@ class Preparer:
         self._max_output_tokens = max_output_tokens
         self._specials_in_text = specials_in_text
 
+    async def raw_prompt(self, text: str, *, specials: bool = False, bos: bool = True) -> Prompt:
+        """A text as it stands. `specials`: names of special tokens in it become tokens; `bos`: with the token that
+        begins a text, where the model was trained with one."""
+        specials = specials or self._specials_in_text
+        encode = self._tokenizer.encode_with_specials if specials else self._tokenizer.encode
+        tokens = encode(text) if len(text) <= _INLINE_CHARACTERS else await asyncio.to_thread(encode, text)
+        first = self._tokenizer.bos_id if bos and self._tokenizer.add_bos else None
+        return self._of_tokens(text, tokens if first is None or tokens[:1] == [first] else [first, *tokens])
+
+    def token_prompt(self, tokens: list[int]) -> Prompt:
+        """A prompt that is tokens already."""
+        try:
+            text = self._tokenizer.decode(tokens)
+        except KeyError as error:
+            raise RequestError(f"there is no token {error}", param="prompt") from None
+        return self._of_tokens(text.decode("utf-8", "replace"), tokens)
+
+    def _of_tokens(self, text: str, tokens: list[int]) -> Prompt:
+        return Prompt(RenderedPrompt((text,)), tuple(tokens), self._tokenizer.key_bytes_of_ids(tokens))
+
     async def prompt(self, conversation: Conversation) -> Prompt:
         if _characters(conversation) <= _INLINE_CHARACTERS:
             return self._prompt(conversation)
@@ -68,19 +88,22 @@ class Preparer:
         dialect: Dialect,
         model: str,
         prompt: Prompt,
-        conversation: Conversation,
+        conversation: Conversation | None,
         sampling: SamplingParams,
         limits: Limits,
         *,
         param: str,
+        echo: bool = False,
         received: float | None = None,
     ) -> GenerationRequest:
         """Raises RequestError (400, `context_length_exceeded`) when no token fits after the prompt.
 
-        `param` is the dialect's name of the field that holds the prompt.
+        `conversation` None: everything that is generated is text. `param` is the dialect's name of the field that
+        holds the prompt. `echo` puts the prompt's text before the answer.
         """
         n_prompt = len(prompt.tokens)
-        self.check_fits(n_prompt, param)
+        self.check_fits(n_prompt, param, dialect)
+        tools = () if conversation is None else conversation.tools
         wanted = self._max_output_tokens if limits.max_tokens is None else limits.max_tokens
         return GenerationRequest(
             id=id,
@@ -92,23 +115,27 @@ class Preparer:
             max_tokens=min(wanted, self.n_ctx - n_prompt),
             stop=limits.stop,
             ignore_eos=limits.ignore_eos,
-            syntax=self.renderer.syntax,
-            thinking=prompt.rendered.thinking,
-            tools=bool(conversation.tools),
-            tool_schemas=tuple((tool.name, tool.schema) for tool in conversation.tools),
+            syntax="raw" if conversation is None else self.renderer.syntax,
+            thinking=conversation is not None and prompt.rendered.thinking,
+            tools=bool(tools),
+            tool_schemas=tuple((tool.name, tool.schema) for tool in tools),
+            echo_text=prompt.rendered.text.encode("utf-8", "replace") if echo else b"",
             created=time.monotonic() if received is None else received,
         )
 
-    def check_fits(self, n_prompt: int, param: str) -> None:
-        """The prompt and one more token must fit. The second sentence is what clients recognise an overflow by."""
-        if n_prompt < self.n_ctx:
+    def check_fits(self, n_prompt: int, param: str, dialect: Dialect) -> None:
+        """The prompt and one more token must fit. The last sentence is what the dialect's clients recognise."""
+        n_ctx = self.n_ctx
+        if n_prompt < n_ctx:
             return
+        known = f"This model's maximum context length is {n_ctx} tokens."
+        if dialect == "messages":
+            known = f"prompt is too long: {n_prompt} tokens > {n_ctx - 1} maximum"
         raise RequestError(
-            f"Prompt has {n_prompt} tokens, but the configured context size is {self.n_ctx} tokens. "
-            f"This model's maximum context length is {self.n_ctx} tokens.",
+            f"Prompt has {n_prompt} tokens, but the configured context size is {n_ctx} tokens. {known}",
             param=param,
             code="context_length_exceeded",
-            extra={"n_prompt_tokens": n_prompt, "n_ctx": self.n_ctx},
+            extra={"n_prompt_tokens": n_prompt, "n_ctx": n_ctx},
         )
 
 

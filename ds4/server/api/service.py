@@ -38,6 +38,7 @@ class Service:
         self.accepting = True
         """False from the beginning of a shutdown."""
         self.model_id = config.alias or engine.info.id
+        self.n_slots = config.engine.slots
         self.preparer = Preparer(engine, config.max_output_tokens, specials_in_text=config.allow_special_in_text)
         self.keepalive = KeepAlive(config.keepalive_seconds)
         self.unknown = UnknownFields()
