@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds4.errors import ClientDisconnected, RequestError
-from ds4.server.api import chat, completions, models
-from ds4.server.api.errors import Shape, openai_error, status_error, wire_error
+from ds4.server.api import chat, completions, messages, models
+from ds4.server.api.errors import Shape, anthropic_error, openai_error, status_error, wire_error
 from ds4.server.http import Refusal
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ async def hello(service: Service, request: Request, responder: Responder) -> Non
 ROUTES = (
     Route("POST", "/chat/completions", chat.chat_completions),
     Route("POST", "/completions", completions.completions),
+    Route("POST", "/messages", messages.messages, anthropic_error),
+    Route("POST", "/messages/count_tokens", messages.count_tokens, anthropic_error),
     Route("POST", "/apply-template", chat.apply_template),
     Route("GET", "/models", models.list_models),
     Route("GET", "/models/", models.get_model),

@@ -56,6 +56,8 @@ def _result_part(part: Node) -> str:
     if part.kind != "object":
         return part.as_str()
     kind = part.get_str("type", "text")
+    if kind == "tool_reference":
+        return f"[tool_reference {part.get_str('tool_name', '')}]"
     if kind in IMAGES or "text" not in part:
         return f"[Unsupported {kind[:40]}]"
     return text_of(part.get("text"))

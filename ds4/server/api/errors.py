@@ -79,3 +79,28 @@ def openai_error(error: WireError) -> bytes:
         **error.extra,
     }
     return dumps({"error": body}) + b"\n"
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_object(error: WireError) -> dict[str, object]:
+    """`{"type": "error", "error": {type, message[, param]}}`: also the data of an error event."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    body: dict[str, object] = {"type": kind, "message": error.message}
+    if error.param is not None:
+        body["param"] = error.param
+    return {"type": "error", "error": {**body, **error.extra}}
+
+
+def anthropic_error(error: WireError) -> bytes:
+    """The error of an Anthropic endpoint as a body."""
+    return dumps(anthropic_object(error)) + b"\n"

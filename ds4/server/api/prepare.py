@@ -92,14 +92,14 @@ class Preparer:
         sampling: SamplingParams,
         limits: Limits,
         *,
-        param: str,
+        param: str | None,
         echo: bool = False,
         received: float | None = None,
     ) -> GenerationRequest:
         """Raises RequestError (400, `context_length_exceeded`) when no token fits after the prompt.
 
         `conversation` None: everything that is generated is text. `param` is the dialect's name of the field that
-        holds the prompt. `echo` puts the prompt's text before the answer.
+        holds the prompt, None where errors have none. `echo` puts the prompt's text before the answer.
         """
         n_prompt = len(prompt.tokens)
         self.check_fits(n_prompt, param, dialect)
@@ -123,7 +123,7 @@ class Preparer:
             created=time.monotonic() if received is None else received,
         )
 
-    def check_fits(self, n_prompt: int, param: str, dialect: Dialect) -> None:
+    def check_fits(self, n_prompt: int, param: str | None, dialect: Dialect) -> None:
         """The prompt and one more token must fit. The last sentence is what the dialect's clients recognise."""
         n_ctx = self.n_ctx
         if n_prompt < n_ctx:

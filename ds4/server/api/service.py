@@ -10,6 +10,7 @@ from ds4._json import Node, parse
 from ds4.engine.types import EngineLike
 from ds4.prompt.types import Conversation
 from ds4.server.api.common import UnknownFields
+from ds4.server.api.live import LiveTurns
 from ds4.server.api.prepare import Preparer, Prompt
 from ds4.server.config import ServerConfig
 from ds4.server.sse import KeepAlive
@@ -43,6 +44,7 @@ class Service:
         self.keepalive = KeepAlive(config.keepalive_seconds)
         self.unknown = UnknownFields()
         self.token_bytes = engine.tokenizer.token_bytes
+        self.live = LiveTurns()
         self.tool_memory = ToolMemory(max_ids=config.tool_memory_ids, enabled=config.exact_tool_replay)
 
     async def prompt(self, conversation: Conversation) -> Prompt:

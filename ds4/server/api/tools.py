@@ -47,8 +47,27 @@ def function_tools(body: Node, unused: list[str]) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
+_MARKS = ("cache_control", "defer_loading", "eager_input_streaming", "type")
+"""Members of Anthropic's tools that say nothing about the tool and change between the turns of a conversation."""
+
+
+def anthropic_tools(body: Node, unused: list[str]) -> tuple[Tool, ...]:
+    """Messages' `tools`: `{"name", "description", "input_schema"}`. Tools without a schema are the vendor's own."""
+    tools: list[Tool] = []
+    for item in body.get_array("tools") or ():
+        kind = item.get_str("type", "custom")
+        if kind != "custom" and "input_schema" not in item:
+            unused.append(f"tools.{kind}")
+            continue
+        name = required(item, "name").as_str()
+        if not name:
+            raise item["name"].error("Expected a name, got an empty string")
+        tools.append(Tool(name, item.canonical(_MARKS)))
+    return tuple(tools)
+
+
 def tools_offered(body: Node) -> bool:
-    """Chat's `tool_choice`: false for `none`. A choice that would have to be forced is 400."""
+    """`tool_choice`, a name or an object with `type`: false for `none`. One that would have to be forced is 400."""
     node = body.get("tool_choice")
     if node is None:
         return True
