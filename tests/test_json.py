@@ -267,6 +267,11 @@ def test_token_arrays() -> None:
         (rb'"\ud83d\ud83d\ude00"', "\ufffd😀"),
         (rb'"\ud83d\ude00"', "😀"),
         (rb'"\uD83D\uDE00\u00E9"', "😀é"),
+        (rb'"\ud800\udc00 \udbff\udfff"', "\U00010000 \U0010ffff"),
+        (
+            rb'"\ud83d\udbff \ud83d\ue000 \ud7ff\udc00 \udc00\udc00"',
+            "\ufffd\ufffd \ufffd\ue000 \ud7ff\ufffd \ufffd\ufffd",
+        ),
         (rb'"\ud83d\\ude00"', "\ufffd\\ude00"),
         (rb'"a\u0000b"', "a\x00b"),
         (rb'"\"\\\/\b\f\n\r\t"', '"\\/\b\f\n\r\t'),
