@@ -111,9 +111,9 @@ class Engine:
         try:
             native.load(progress)
         except _cpu.Unsupported as e:
-            raise UnsupportedModelError(file.path, *_where(str(e))) from None
+            raise UnsupportedModelError(file.path, *_where(file, str(e))) from None
         except ValueError as e:
-            raise ModelFileError(file.path, *_where(str(e))) from None
+            raise ModelFileError(file.path, *_where(file, str(e))) from None
         plan = dataclasses.replace(plan, weight_bytes=native.resident_bytes)
         handle = ModelHandle(native, file.family, fingerprint(file, config.kv_qat), config.prefill_chunk)
         return cls(config, file, backend, handle, tokenizer, plan)
@@ -270,9 +270,9 @@ def build_model(file: ModelFile, backend: _cpu.Backend, *, kv_qat: bool = True) 
     try:
         return _cpu.Model(backend, file.family, params, tensors, kv_type=_F16)
     except _cpu.Unsupported as e:
-        raise UnsupportedModelError(file.path, *_where(str(e))) from None
+        raise UnsupportedModelError(file.path, *_where(file, str(e))) from None
     except ValueError as e:
-        raise ModelFileError(file.path, *_where(str(e))) from None
+        raise ModelFileError(file.path, *_where(file, str(e))) from None
 
 
 def _native_tensor(t: Tensor) -> _cpu.NativeTensor:
@@ -280,10 +280,12 @@ def _native_tensor(t: Tensor) -> _cpu.NativeTensor:
     return plain if t.scales is None else (*plain, t.scales)
 
 
-def _where(message: str) -> tuple[str, str]:
+def _where(file: ModelFile, message: str) -> tuple[str, str]:
     """Splits "KEY is wrong" and "TENSOR: is wrong" into what is at fault and what is wrong with it."""
     match = re.fullmatch(r"([\w.]+\.[\w.]+|[a-z]+_[a-z_]+):? (.*)", message, re.DOTALL)
-    return (match[1], match[2]) if match else ("", message)
+    if match is None:
+        return "", message
+    return f"{file.family}.{match[1]}" if match[1] in file.hparams else match[1], match[2]
 
 
 def plan_memory(file: ModelFile, model: _cpu.Model, config: EngineConfig) -> MemoryPlan:
