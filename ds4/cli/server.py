@@ -25,6 +25,7 @@ from ds4.cli.flags import (
 )
 from ds4.engine.types import EngineConfig, SamplingParams
 from ds4.errors import ConfigError, Ds4Error
+from ds4.prompt.registry import TEMPLATES
 from ds4.server.config import ServerConfig
 
 PROGRAM = "ds4-server"
@@ -91,6 +92,15 @@ SERVER_FLAGS = (
         default=True,
         topic="api",
         stores=False,
+    ),
+    Flag(
+        ("--template",),
+        "template",
+        "prompts as ds4 or as the model's maker (official) draws them",
+        "NAME",
+        choice(*TEMPLATES),
+        "ds4",
+        "api",
     ),
     Flag(
         ("--allow-special-in-text",),

@@ -10,7 +10,7 @@ import json
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -71,7 +71,10 @@ PRE_TOKENIZERS: dict[str, _Pre] = {
 
 
 class SpecialSegment(Protocol):
-    """A special token in a rendered prompt, by its text (`ds4.prompt.types.Special`)."""
+    """A special token in a rendered prompt, by its text (`ds4.prompt.types.Special`).
+
+    One with a true attribute `optional` is text for a vocabulary that lacks it.
+    """
 
     @property
     def text(self) -> str: ...
@@ -179,12 +182,28 @@ class Tokenizer:
         Raises ValueError for a special token that the vocabulary does not have.
         """
         ids: list[int] = []
-        for part in _merged(segments):
+        for part in self._parts(segments):
             if isinstance(part, str):
                 ids += self._encode_cached(part)
             else:
                 ids.append(self._require_special(part.text))
         return ids
+
+    def _parts(self, segments: Iterable[str | SpecialSegment]) -> Iterator[str | SpecialSegment]:
+        """The segments with adjacent texts as one and without empty ones."""
+        texts: list[str] = []
+        for segment in segments:
+            if isinstance(segment, str):
+                texts.append(segment)
+            elif getattr(segment, "optional", False) and segment.text not in self._special_ids:
+                texts.append(segment.text)
+            else:
+                if texts:
+                    yield "".join(texts)
+                    texts.clear()
+                yield segment
+        if texts:
+            yield "".join(texts)
 
     def _encode_cached(self, text: str) -> list[int]:
         cost = len(text) + _CACHE_ENTRY_COST
@@ -250,7 +269,7 @@ class Tokenizer:
         """
         return b"".join(
             well_formed(part).encode() if isinstance(part, str) else _special_key(self._require_special(part.text))
-            for part in _merged(segments)
+            for part in self._parts(segments)
         )
 
     def key_bytes_of_ids(self, ids: Iterable[int]) -> bytes:
@@ -270,20 +289,6 @@ def well_formed(text: str) -> str:
 
 def _special_key(token: int) -> bytes:
     return struct.pack("<BI", SPECIAL_KEY_BYTE, token)
-
-
-def _merged(segments: Iterable[str | SpecialSegment]) -> Iterable[str | SpecialSegment]:
-    texts: list[str] = []
-    for segment in segments:
-        if isinstance(segment, str):
-            texts.append(segment)
-            continue
-        if texts:
-            yield "".join(texts)
-            texts.clear()
-        yield segment
-    if texts:
-        yield "".join(texts)
 
 
 def _byte_alphabet() -> dict[int, str]:

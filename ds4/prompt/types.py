@@ -25,13 +25,18 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. `content` is text with image markers; `reasoning` the thinking text of an assistant turn."""
+    """One turn. `content` is text with image markers; `reasoning` the thinking text of an assistant turn.
+
+    `joined`: a user or tool turn that stood in the same message of the client as the turn before it (Anthropic puts
+    results and text into one user message); the syntaxes differ in what they print between the two.
+    """
 
     role: Role
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     call_id: str | None = None
+    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,14 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """A special token by its text, such as `<|im_start|>`."""
+    """A special token by its text, such as `<|im_start|>`.
+
+    `optional`: a vocabulary that lacks it spells it as text. So are tags around tools and thinking, which carry meaning
+    as text too; without its role tokens a model has no turns.
+    """
 
     text: str
+    optional: bool = False
 
 
 Segment = str | Special
@@ -85,4 +95,8 @@ class Renderer(Protocol):
 
     def render(self, conversation: Conversation) -> RenderedPrompt: ...
     def render_tail(self, messages: Sequence[Message], conversation: Conversation) -> RenderedPrompt:
-        """What follows a live assistant turn: its end mark, `messages` (tool results, user turns), the header."""
+        """What follows a live assistant turn: its end mark, `messages` (tool results, user turns), the header.
+
+        Of `conversation` the tools, the effort and the calls of its last assistant turn count: in which order results
+        stand depends on them.
+        """

@@ -33,6 +33,7 @@ class ServerConfig:
     tool_memory_ids: int = 100_000
     exact_tool_replay: bool = True
     allow_special_in_text: bool = False
+    template: str = "ds4"
     keepalive_seconds: float = 5.0
     drain_seconds: float = 30.0
     log_format: Literal["text", "json"] = "text"

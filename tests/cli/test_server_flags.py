@@ -24,7 +24,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
         f"-m {model} --backend reference -c 4096 -t 3 --prefill-chunk 64 --isa avx2 --warm-weights --no-memory-check "
         "--batched-session 16 --mixed-prefill-quantum 32 --log-format json --host 0.0.0.0 --port 9000 --api-key a "
         "--api-key b --allowed-host box --cors --alias tiny -n 100 --timings --allow-special-in-text "
-        "--tool-memory-max-ids 5 --disable-exact-dsml-tool-replay "
+        "--template official --tool-memory-max-ids 5 --disable-exact-dsml-tool-replay "
         "--keepalive-seconds 2 --drain-seconds 3 --temp 0.5 --top-p 0.9 --top-k 40 --min-p 0 "
         "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3"
     )
@@ -61,6 +61,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
         tool_memory_ids=5,
         exact_tool_replay=False,
         allow_special_in_text=True,
+        template="official",
         keepalive_seconds=2.0,
         drain_seconds=3.0,
         log_format="json",

@@ -23,6 +23,7 @@ REFERENCE = json.loads((Path(__file__).parents[1] / "data/smollm2/reference.json
 @dataclass(frozen=True)
 class Special:
     text: str
+    optional: bool = False
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,15 @@ def test_segments(demo: Tokenizer) -> None:
         demo.encode_segments([Special("<|nobody|>")])
     with pytest.raises(ValueError, match=r"<\|nobody\|>"):
         demo.key_bytes([Special("<|nobody|>")])
+
+
+def test_an_optional_special_is_text_where_the_vocabulary_lacks_it(demo: Tokenizer) -> None:
+    def segments(*texts: str) -> list[str | Special]:
+        return ["a", *(Special(text, optional=True) for text in texts), "b"]
+
+    assert demo.encode_segments(segments("<tool>")) == demo.encode("a<tool>b")
+    assert demo.key_bytes(segments("<tool>", "</tool>")) == b"a<tool></tool>b"
+    assert demo.encode_segments(segments("<|im_end|>")) == [*demo.encode("a"), 2, *demo.encode("b")]
 
 
 def test_key_bytes(demo: Tokenizer) -> None:

@@ -17,9 +17,6 @@ from ds4.prompt.registry import Syntax
 
 log = logging.getLogger("ds4.server")
 
-MAX_EFFORT_CONTEXT = 393216
-"""Below this context size effort `max` is rendered as `high`: there is no room for what it asks of the model."""
-
 _EFFORTS = {
     "max": "max",
     "xhigh": "high",
@@ -213,8 +210,8 @@ def thinking_effort(body: Node, model: str, syntax: Syntax, n_ctx: int) -> str |
         on = _alias_thinking(model)
     if on is False or effort in ("none", 0):
         return "none"
-    if effort == "max" and n_ctx < MAX_EFFORT_CONTEXT:
-        log.info("effort max is served as high: context %d is below %d", n_ctx, MAX_EFFORT_CONTEXT)
+    if effort == "max" and n_ctx < syntax.max_effort_context:
+        log.info("effort max is served as high: context %d is below %d", n_ctx, syntax.max_effort_context)
         return "high"
     return "high" if effort is None else effort
 

@@ -187,13 +187,13 @@ def _assistant(blocks: list[Node], unused: list[str]) -> Message:
 
 
 def _user(blocks: list[Node]) -> list[Message]:
-    """Results of calls become messages of their own, texts between them user turns, all in order."""
+    """Results of calls become messages of their own, texts between them user turns, all in order and joined."""
     messages: list[Message] = []
     text: list[str] = []
 
     def flush() -> None:
         if text:
-            messages.append(Message("user", "".join(text)))
+            messages.append(Message("user", "".join(text), joined=bool(messages)))
             text.clear()
 
     for block in blocks:
@@ -201,7 +201,8 @@ def _user(blocks: list[Node]) -> list[Message]:
         if kind == "tool_result":
             flush()
             call_id = common.required(block, "tool_use_id").as_str()
-            messages.append(Message("tool", result_text(block.get("content")), call_id=call_id))
+            result = result_text(block.get("content"))
+            messages.append(Message("tool", result, call_id=call_id, joined=bool(messages)))
         elif kind == "image":
             raise block["type"].error(NO_IMAGES)
         else:

@@ -40,8 +40,10 @@ class Limits:
 class Preparer:
     """Renders and tokenises for one engine."""
 
-    def __init__(self, engine: EngineLike, max_output_tokens: int, *, specials_in_text: bool = False) -> None:
-        self.syntax = syntax_of(engine.info)
+    def __init__(
+        self, engine: EngineLike, max_output_tokens: int, *, specials_in_text: bool = False, template: str = "ds4"
+    ) -> None:
+        self.syntax = syntax_of(engine.info, template)
         self.renderer = self.syntax.make(engine.info)
         self.n_ctx = engine.config.ctx
         self.vocab_size = engine.tokenizer.vocab_size

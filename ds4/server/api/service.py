@@ -40,7 +40,12 @@ class Service:
         """False from the beginning of a shutdown."""
         self.model_id = config.alias or engine.info.id
         self.n_slots = config.engine.slots
-        self.preparer = Preparer(engine, config.max_output_tokens, specials_in_text=config.allow_special_in_text)
+        self.preparer = Preparer(
+            engine,
+            config.max_output_tokens,
+            specials_in_text=config.allow_special_in_text,
+            template=config.template,
+        )
         self.keepalive = KeepAlive(config.keepalive_seconds)
         self.unknown = UnknownFields()
         self.token_bytes = engine.tokenizer.token_bytes
