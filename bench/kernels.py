@@ -13,7 +13,9 @@ import argparse
 import json
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +83,13 @@ class Bench:
     def times(self, work: float) -> int:
         return max(5, min(2000, int(self.seconds / max(work, 1e-6))))
 
+    def cold(self, runs: list[Callable[[], float]], guess: float) -> float:
+        """Mean over `runs`, which follow one another through more memory than a cache holds, of each one's best."""
+        best = [1e9] * len(runs)
+        for _ in range(max(5, self.times(guess * len(runs)))):
+            best = [min(b, run()) for b, run in zip(best, runs, strict=True)]
+        return sum(best) / len(best)
+
     def product(self, op: str, rows: int, out: int, cols: int, type_name: str | None = None) -> float:
         """Weights are read from memory, not from a cache: as many copies as the last-level cache does not hold."""
         gated = op == "gate, up"
@@ -99,12 +108,7 @@ class Bench:
             return self.ops.linear(w, x, y, gain, times=times)
 
         guess = run(one, 2)
-        best = 1e9
-        if copies == 1:
-            best = run(one, self.times(guess))
-        else:
-            for _ in range(max(3, self.times(guess * copies))):
-                best = min(best, sum(run(w, 1) for w in weights) / copies)
+        best = run(one, self.times(guess)) if copies == 1 else self.cold([partial(run, w, 1) for w in weights], guess)
         peak = PEAK_OF.get(type_name or self.type, "int8")
         return self.add(op, rows, best, 2.0 * rows * out * cols, one.resident_bytes, peak)
 
@@ -128,9 +132,7 @@ class Bench:
         else:
             lists = [[(s, depth - rows + i) for i in range(rows)] for s in states]
         guess = self.ops.attention(q, lists[0], 0, 1, *shape, 2)
-        best = 1e9
-        for _ in range(max(3, self.times(guess * len(lists)))):
-            best = min(best, sum(self.ops.attention(q, r, 0, 1, *shape, 1) for r in lists) / len(lists))
+        best = self.cold([partial(self.ops.attention, q, r, 0, 1, *shape, 1) for r in lists], guess)
         keys = sum(depth if sessions > 1 else depth - rows + i + 1 for i in range(rows))
         ops = 4.0 * keys * Q_HEADS * HEAD
         read = 4.0 * depth * width * (sessions if sessions > 1 else 1)

@@ -71,11 +71,11 @@ void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t in
     std::fill_n(limit + (r - skip) * s.group, s.group, visible);
   }
   constexpr int64_t kPages = kSegment / kPageRows;
-  const uint16_t *keys[kPages] = {}, *values[kPages] = {};
+  const uint16_t *keys[kPages + 1] = {}, *values[kPages] = {};
   const int64_t last_page = (b.position + b.rows - 1) / kPageRows;
-  for (int64_t p = 0; p < kPages && base / kPageRows + p <= last_page; ++p) {
+  for (int64_t p = 0; p <= kPages && base / kPageRows + p <= last_page; ++p) {
     keys[p] = b.state->head_page(s.kv.k, base / kPageRows + p, head);
-    values[p] = b.state->head_page(s.kv.v, base / kPageRows + p, head);
+    if (p < kPages) values[p] = b.state->head_page(s.kv.v, base / kPageRows + p, head);
   }
   AttentionArgs a;
   a.q = q;

@@ -38,11 +38,13 @@ using TileFn = void (*)(const TileArgs&);
 
 // One segment of attention for query vectors that share a KV head. Vectors are in ascending order of `limit`.
 struct AttentionArgs {
-  const float* q = nullptr;                 // [n][dim], already multiplied by the score scale
-  int64_t n = 0;                            // query vectors
-  const int32_t* limit = nullptr;           // [n] visible keys of this segment, <= kSegment
-  const uint16_t* const* keys = nullptr;    // pages: [4 tiles][dim][16 keys] f16
-  const uint16_t* const* values = nullptr;  // pages: [64 keys][padded] f16
+  const float* q = nullptr;        // [n][dim], already multiplied by the score scale
+  int64_t n = 0;                   // query vectors
+  const int32_t* limit = nullptr;  // [n] visible keys of this segment, <= kSegment
+  // Pages of the segment, keys [4 tiles][dim][16 keys] f16 and values [64 keys][padded] f16. One more page of keys, or
+  // null, follows: the next segment's first, to be fetched ahead.
+  const uint16_t* const* keys = nullptr;
+  const uint16_t* const* values = nullptr;
   int64_t dim = 0;
   int64_t padded = 0;     // dim rounded up to 16
   float* max = nullptr;   // [n]

@@ -285,15 +285,22 @@ void scale(const float* x, float factor, int64_t n, float* y) {
   for (int64_t i = 0; i < n; ++i) y[i] = x[i] * factor;
 }
 
-// scores[v][16 T ..] of N query vectors against T key tiles.
+// Pages lie apart and are read in four streams at once, which hardware prefetchers follow badly: while a page's keys
+// are read its values are fetched, and while its values are read the next page's keys.
+inline void prefetch_row(const uint16_t* p, int64_t elements) {
+  for (int64_t i = 0; i < elements; i += 32) prefetch(p + i);
+}
+
+// scores[v][16 T ..] of N query vectors against T key tiles; `ahead`, if any, is a page to fetch meanwhile.
 template <int N, int T>
-void scores(const float* q, int64_t dim, const uint16_t* keys, float* out) {
+void scores(const float* q, int64_t dim, const uint16_t* keys, const uint16_t* ahead, float* out) {
   Vf acc[N][T];
 #pragma GCC unroll 8
   for (int v = 0; v < N; ++v)
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) acc[v][t] = zero();
   for (int64_t d = 0; d < dim; ++d) {
+    if (ahead) prefetch_row(ahead + d * 16 * T, 16 * T);
     Vf k[T];
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) k[t] = load_f16(keys + (t * dim + d) * 16);
@@ -311,19 +318,22 @@ void scores(const float* q, int64_t dim, const uint16_t* keys, float* out) {
 }
 
 template <int N>
-void scores_page(const float* q, int64_t dim, const uint16_t* keys, int tiles, float* out) {
-  for (int t = 0; t < tiles; t += kScoreTiles) scores<N, kScoreTiles>(q, dim, keys + t * dim * 16, out + t * 16);
+void scores_page(const float* q, int64_t dim, const uint16_t* keys, const uint16_t* ahead, int tiles, float* out) {
+  for (int t = 0; t < tiles; t += kScoreTiles)
+    scores<N, kScoreTiles>(q, dim, keys + t * dim * 16, ahead ? ahead + t * dim * 16 : nullptr, out + t * 16);
 }
 
 // acc[v][16 W ..] += sum over keys [first, last) of p[v][key] * value[key].
 template <int N, int W>
-void weigh(const float* p, int64_t first, int64_t last, const uint16_t* values, int64_t padded, float* acc) {
+void weigh(const float* p, int64_t first, int64_t last, const uint16_t* values, int64_t padded, const uint16_t* ahead,
+           float* acc) {
   Vf a[N][W];
 #pragma GCC unroll 8
   for (int v = 0; v < N; ++v)
 #pragma GCC unroll 4
     for (int i = 0; i < W; ++i) a[v][i] = load(acc + v * padded + 16 * i);
   for (int64_t key = first; key < last; ++key) {
+    if (ahead) prefetch_row(ahead + key * padded, 16 * W);
     Vf x[W];
 #pragma GCC unroll 4
     for (int i = 0; i < W; ++i) x[i] = load_f16(values + key * padded + 16 * i);
@@ -341,27 +351,31 @@ void weigh(const float* p, int64_t first, int64_t last, const uint16_t* values, 
 }
 
 template <int N>
-void weigh_row(const float* p, int64_t first, int64_t last, const uint16_t* values, int64_t padded, float* acc) {
+void weigh_row(const float* p, int64_t first, int64_t last, const uint16_t* values, int64_t padded,
+               const uint16_t* ahead, float* acc) {
   int64_t i = 0;
   for (; i + 16 * kValueWidth <= padded; i += 16 * kValueWidth)
-    weigh<N, kValueWidth>(p, first, last, values + i, padded, acc + i);
-  for (; i < padded; i += 16) weigh<N, 1>(p, first, last, values + i, padded, acc + i);
+    weigh<N, kValueWidth>(p, first, last, values + i, padded, ahead ? ahead + i : nullptr, acc + i);
+  for (; i < padded; i += 16) weigh<N, 1>(p, first, last, values + i, padded, nullptr, acc + i);
 }
 
 // Query vectors [from, to) of a page, in runs of at most N; `limits` hold the visible keys of this page.
 template <int N>
-void scores_all(const AttentionArgs& a, const uint16_t* keys, int tiles, int64_t from, int64_t to) {
+void scores_all(const AttentionArgs& a, const uint16_t* keys, const uint16_t* ahead, int tiles, int64_t from,
+                int64_t to) {
   int64_t v = from;
-  for (; v + N <= to; v += N) scores_page<N>(a.q + v * a.dim, a.dim, keys, tiles, a.work + v * kPageRows);
+  for (; v + N <= to; v += N, ahead = nullptr)
+    scores_page<N>(a.q + v * a.dim, a.dim, keys, ahead, tiles, a.work + v * kPageRows);
   if constexpr (N > 1) {
-    if (v < to) scores_all<(N > 3 ? 3 : N - 1)>(a, keys, tiles, v, to);
+    if (v < to) scores_all<(N > 3 ? 3 : N - 1)>(a, keys, ahead, tiles, v, to);
   }
 }
 
 template <int N>
-void weigh_all(const AttentionArgs& a, const uint16_t* values, int64_t base, int64_t from, int64_t to) {
+void weigh_all(const AttentionArgs& a, const uint16_t* values, const uint16_t* ahead, int64_t base, int64_t from,
+               int64_t to) {
   int64_t v = from;
-  for (; v + N <= to; v += N) {
+  for (; v + N <= to; v += N, ahead = nullptr) {
     int64_t visible[N];
     for (int i = 0; i < N; ++i) {
       const int64_t n = a.limit[v + i] - base;
@@ -370,13 +384,13 @@ void weigh_all(const AttentionArgs& a, const uint16_t* values, int64_t base, int
     // Vectors ascend in what they see: the first one's keys together, the rest one vector at a time.
     float* acc = a.acc + v * a.padded;
     const float* p = a.work + v * kPageRows;
-    weigh_row<N>(p, 0, visible[0], values, a.padded, acc);
+    weigh_row<N>(p, 0, visible[0], values, a.padded, ahead, acc);
     for (int i = 1; i < N; ++i)
       if (visible[i] > visible[0])
-        weigh_row<1>(p + i * kPageRows, visible[0], visible[i], values, a.padded, acc + i * a.padded);
+        weigh_row<1>(p + i * kPageRows, visible[0], visible[i], values, a.padded, nullptr, acc + i * a.padded);
   }
   if constexpr (N > 1) {
-    if (v < to) weigh_all<(N > 3 ? 3 : N - 1)>(a, values, base, v, to);
+    if (v < to) weigh_all<(N > 3 ? 3 : N - 1)>(a, values, ahead, base, v, to);
   }
 }
 
@@ -394,7 +408,8 @@ void attend(const AttentionArgs& a) {
     if (from == a.n) return;
     const int64_t most = a.limit[a.n - 1] - base;
     const int tiles = most >= kPageRows ? 4 : static_cast<int>((most + 15) / 16);
-    scores_all<kScoreVectors>(a, a.keys[base / kPageRows], tiles, from, a.n);
+    const uint16_t* values = a.values[base / kPageRows];
+    scores_all<kScoreVectors>(a, a.keys[base / kPageRows], values, tiles, from, a.n);
     for (int64_t v = from; v < a.n; ++v) {
       float* s = a.work + v * kPageRows;
       const int64_t n = a.limit[v] - base;
@@ -422,7 +437,7 @@ void attend(const AttentionArgs& a) {
       }
       store(a.sum + 16 * v, sum);
     }
-    weigh_all<kValueVectors>(a, a.values[base / kPageRows], base, from, a.n);
+    weigh_all<kValueVectors>(a, values, a.keys[base / kPageRows + 1], base, from, a.n);
   }
 }
 
