@@ -68,11 +68,12 @@ def native_sources() -> list[str]:
 
 def extensions() -> list[Extension]:
     only = {name for name in os.environ.get("DS4_ONLY", "").split(",") if name}
+    text_headers = sorted((ROOT / "native" / "text").glob("*.h"))
     modules = [
         Extension(
             f"ds4.{name}",
             [f"ds4/{name}.pyx"],
-            depends=[f"ds4/{p.name}" for p in sorted((ROOT / "ds4").glob(f"{name}_*.pxi"))],
+            depends=[str(p.relative_to(ROOT)) for p in [*(ROOT / "ds4").glob(f"{name}_*.pxi"), *text_headers]],
             extra_compile_args=C_FLAGS,
             extra_link_args=LINK_FLAGS,
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import msgspec
 import orjson
@@ -49,27 +50,20 @@ class Request(msgspec.Struct):
 
 MANY = range(1000)
 
-MESSAGE = _json.Fields(role="str", content="any", tool_call_id="str", tool_calls="array")
-CALL = _json.Fields(id="str", function="object")
-FUNCTION = _json.Fields(name="str", arguments="any")
+CALL = _json.Fields(id="str", function=_json.Fields(name="str", arguments="any"))
+MESSAGE = _json.Fields(role="str", content="any", tool_call_id="str", tool_calls=[CALL])
 TOOL = _json.Fields(type="str", function="object")
 
 
 def read_request(body: bytes) -> tuple[object, ...]:
     """What the API takes from a request."""
-    root = _json.parse(body).as_object()
-    messages = []
-    for role, content, call_id, listed in MESSAGE.read_all(root["messages"]):
-        calls = []
-        if listed is not None:
-            calls = [(call, *FUNCTION.read(function)) for call, function in CALL.read_all(listed)]
-        messages.append((role, content, call_id, calls))
+    root = _json.parse(body)
     return (
         root.get_str("model"),
         root.get_bool("stream", False),
         root.get_int("max_tokens"),
         root.get_float("temperature"),
-        messages,
+        MESSAGE.read_all(root["messages"]),
         TOOL.read_all(root["tools"]),
     )
 
@@ -85,7 +79,12 @@ def main() -> None:
         body = corpus.body(size)
         peer = decoder.decode(body)
         ours = read_request(body)
-        assert [m[1] for m in ours[4]] == [m.content for m in peer.messages]  # type: ignore[attr-defined]
+        messages: Any = ours[4]
+        assert [m[1] for m in messages] == [m.content for m in peer.messages]
+        calls = [(c[0], *c[1]) for m in messages for c in m[3] or ()]
+        assert calls == [
+            (c.id, c.function.name, c.function.arguments) for m in peer.messages for c in m.tool_calls or ()
+        ]
         found = timing.seconds(
             {
                 "ds4": lambda body=body: read_request(body),  # type: ignore[misc]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+Buffer = bytes | memoryview | npt.NDArray[Any]
 
 # ---- native/quant: block formats. `type` is a GGUF type id (native/types.h).
 
@@ -19,6 +22,12 @@ def row_bytes(type: int, cols: int) -> int:
     """Bytes of `cols` elements. Raises ValueError when that is not a whole number of blocks."""
 
 def dtype_name(type: int) -> str: ...
+def plain_matrix(type: int, rows: int, cols: int, data: Buffer, scales: Buffer) -> tuple[int, bytes]:
+    """(type id, bytes) of a plain type that holds exactly the values of a matrix of type F8_E4M3 or F4.
+
+    Raises ValueError for a scale that is not a number, a value beyond F32, and sizes that do not fit.
+    """
+
 def float_to_half(value: float) -> int: ...
 def half_to_float(half: int) -> float: ...
 def float_to_bf16(value: float) -> int: ...
@@ -28,6 +37,9 @@ def float_to_bf16(value: float) -> int: ...
 Tokens = Sequence[int] | npt.NDArray[np.int32]
 StateSpec = tuple[str, str, int, int, int, int, int]
 """(name, kind, type id, heads, width, ratio, capacity) of one state buffer; kinds as in native/ops.h."""
+
+NativeTensor = tuple[memoryview, tuple[int, ...], int] | tuple[memoryview, tuple[int, ...], int, memoryview]
+"""(bytes, shape, type id), or with the E8M0 scales of a matrix of type F8_E4M3 or F4 as the fourth item."""
 
 class Backend:
     """A device with its operations: "cpu" (kernels for this machine) or "reference" (slow scalar oracle).
@@ -45,7 +57,7 @@ class Backend:
         """The operation after so many more fails, once; negative: never. Raises ValueError without `faulty`."""
 
 class Model:
-    """A model family on a backend. `tensors`: name -> (bytes, shape, type id); the buffers stay exported.
+    """A model family on a backend. The tensors' buffers stay exported.
 
     Raises Unsupported (family, key or tensor not implemented) and ValueError (missing or contradictory); the message
     begins with the key or tensor.
@@ -55,8 +67,8 @@ class Model:
         self,
         backend: Backend,
         family: str,
-        params: Mapping[str, bool | int | float | str],
-        tensors: Mapping[str, tuple[memoryview, tuple[int, ...], int]],
+        params: Mapping[str, bool | int | float | str | list[Any]],
+        tensors: Mapping[str, NativeTensor],
         *,
         kv_type: int = 1,
     ) -> None: ...

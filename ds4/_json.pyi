@@ -138,16 +138,17 @@ FieldKind = Literal["any", "str", "int", "float", "bool", "object", "array"]
 class Fields:
     """Known members of one kind of object, taken in one go: the fast way for what comes in hundreds.
 
-        MESSAGE = Fields(role="str", content="any", tool_calls="array")
+        CALL = Fields(id="str", function=Fields(name="str", arguments="any"))
+        MESSAGE = Fields(role="str", content="any", tool_calls=[CALL])
         for role, content, calls in MESSAGE.read_all(root["messages"]):
-            ...
+            for call_id, (name, arguments) in calls or ():
 
     A value is None if the member is absent or null, a `Node` for "object" and "array"; "any" gives str, int, float or
-    bool, and a `Node` for containers. Other members are skipped (the parse has validated them). The last of duplicate
-    members counts. Immutable.
+    bool, and a `Node` for containers. Fields inside give a tuple, in a list a list of tuples. Other members are skipped
+    (the parse has validated them). The last of duplicate members counts. Immutable.
     """
 
-    def __init__(self, **kinds: FieldKind) -> None:
+    def __init__(self, **kinds: FieldKind | Fields | list[Fields]) -> None:
         """Names and kinds, 1 to 64 of them; rows have this order. Raises ValueError."""
     def read(self, node: Node) -> tuple[Any, ...]:
         """The values of one object. Raises JSONError with the path of what has another kind."""

@@ -5,7 +5,7 @@
              |                        |
     tape   [ {  "model" "m" "messages" [ { "role" "user" "content" "h.." } ] "tools" [ ... ] }      native/text/json_tape.h
              ^                         ^
-    Node   (tape, word, parent)     root["messages"]
+    Node   (tape, word)             root["messages"]
 
 Invariants
 
@@ -13,7 +13,8 @@ Invariants
   most 256 nested containers. So no getter can meet a syntax error, and whatever is copied from the body is valid JSON.
 * The tape is at most 16/3 times the body, scanning is linear, and the work for each 64 bytes of a string does not
   depend on what they are. Looking up a member of an object with more than 32 members builds an index once.
-* A node keeps its parent and the tape, the tape keeps the body: never a cycle, so the collector need not look. Body and tape never change after `parse`.
+* A node keeps the tape, the tape keeps the body: never a cycle, so the collector need not look. Body and tape never
+  change after `parse`. Paths are not kept but found again from the root when an error asks for one.
 * Strings that come out hold no surrogates.
 
 Free-threaded Python: nodes and their tape are immutable; the one lazily made thing, the index of a large object, is
@@ -191,6 +192,31 @@ cdef object error_path(Tape tape):
     return join_path(parts)
 
 
+cdef str path_of(Tape tape, int64_t word):
+    """Path of the value at `word`, by a walk from the root."""
+    cdef const uint8_t* body = tape.t.body
+    cdef const uint64_t* words = tape.t.words
+    cdef int64_t at = 0, name = 0, after
+    cdef Py_ssize_t i
+    cdef bint is_object
+    steps = []
+    while at != word:
+        is_object = body[ds4_tape_start(words + at)] == c"{"
+        at += 2
+        i = 0
+        while True:
+            name = at
+            if is_object:
+                at = ds4_tape_next(body, words, at)
+            after = ds4_tape_next(body, words, at)
+            if after > word:
+                break
+            at = after
+            i += 1
+        steps.append(step_of(string_at(tape, name) if is_object else i))
+    return join_path(steps)
+
+
 cdef Tape scan(object data):
     """Scans a body; raises JSONError."""
     cdef Tape tape = Tape.__new__(Tape)
@@ -291,7 +317,7 @@ cdef double float_at(Tape tape, int64_t at) except? -1.0:
     return PyOS_string_to_double(p, &end, NULL)
 
 
-cdef object load(Tape tape, int64_t* at, Node here):
+cdef object load(Tape tape, int64_t* at):
     """The value at `at` as Python objects; moves `at` behind it. Nesting is bounded by the scanner."""
     cdef const uint64_t* w = tape.t.words + at[0]
     cdef uint8_t first = tape.t.body[ds4_tape_start(w)]
@@ -308,14 +334,14 @@ cdef object load(Tape tape, int64_t* at, Node here):
         while at[0] < last:
             name = string_at(tape, at[0])
             at[0] = ds4_tape_next(tape.t.body, tape.t.words, at[0])
-            members[name] = load(tape, at, here)
+            members[name] = load(tape, at)
         return members
     if first == c"[":
         last = ds4_tape_second(w)
         at[0] += 2
         elements = []
         while at[0] < last:
-            elements.append(load(tape, at, here))
+            elements.append(load(tape, at))
         return elements
     at[0] += 1
     if first == c"t":
@@ -332,7 +358,7 @@ cdef object load(Tape tape, int64_t* at, Node here):
         value = int_at(tape, word)
         if value is not None:
             return value
-    raise JSONError("Number out of range", here.path_to(word), ds4_tape_start(w))
+    raise JSONError("Number out of range", path_of(tape, word), ds4_tape_start(w))
 
 
 cdef bint all_finite(Tape tape, int64_t at, int64_t last) except -1:
@@ -428,11 +454,10 @@ cdef object kind_of(Tape tape, int64_t at):
     return "float" if ds4_tape_flags(w) & DS4_FLOAT else "int"
 
 
-cdef Node make_node(Tape tape, int64_t at, Node parent):
+cdef Node make_node(Tape tape, int64_t at):
     cdef Node node = Node.__new__(Node)
     node.tape = tape
     node.at = at
-    node.parent = parent
     return node
 
 
@@ -441,7 +466,6 @@ cdef Node make_node(Tape tape, int64_t at, Node parent):
 @cython.freelist(64)
 cdef class Node:
     cdef Tape tape
-    cdef Node parent
     cdef dict index     # member name -> word of its last value; only for large objects
     cdef int64_t at
 
@@ -463,13 +487,7 @@ cdef class Node:
 
     @property
     def path(self):
-        cdef Node node = self
-        parts = []
-        while node.parent is not None:
-            parts.append(step_of(node.parent.key_of(node.at)))
-            node = node.parent
-        parts.reverse()
-        return join_path(parts)
+        return path_of(self.tape, self.at)
 
     @property
     def start(self):
@@ -491,39 +509,6 @@ cdef class Node:
 
     cdef inline uint8_t first(self) noexcept:
         return self.tape.t.body[ds4_tape_start(self.tape.t.words + self.at)]
-
-    cdef object key_of(self, int64_t word):
-        """Name or position of the child whose value is at `word`."""
-        cdef int64_t at = self.at + 2
-        cdef int64_t name
-        cdef Py_ssize_t i = 0
-        cdef bint is_object = self.first() == c"{"
-        while True:
-            name = at
-            if is_object:
-                at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
-            if at == word:
-                return string_at(self.tape, name) if is_object else i
-            at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
-            i += 1
-
-    cdef object path_to(self, int64_t word):
-        """Path of the value at `word` somewhere below this node."""
-        cdef Node node = self
-        cdef int64_t at, next_at
-        cdef bint is_object
-        while node.at != word:
-            at = node.at + 2
-            is_object = node.first() == c"{"
-            while True:
-                if is_object:
-                    at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
-                next_at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
-                if next_at > word:
-                    break
-                at = next_at
-            node = make_node(self.tape, at, node)
-        return node.path
 
     cdef object mismatch(self, str expected):
         return JSONError(f"Expected `{expected}`, got `{kind_of(self.tape, self.at)}`", self.path, self.start)
@@ -591,7 +576,7 @@ cdef class Node:
         cdef int64_t at = self.find(name)
         if at < 0 or self.tape.t.body[ds4_tape_start(self.tape.t.words + at)] == c"n":
             return None
-        return make_node(self.tape, at, self)
+        return make_node(self.tape, at)
 
     def __len__(self):
         cdef uint8_t first = self.first()
@@ -612,7 +597,7 @@ cdef class Node:
             at = self.find(key)
             if at < 0:
                 raise JSONError(f"Object missing required field `{key}`", self.path, self.start)
-            return make_node(self.tape, at, self)
+            return make_node(self.tape, at)
         i = key
         if self.first() != c"[":
             raise self.mismatch("array")
@@ -625,7 +610,7 @@ cdef class Node:
         while i > 0:
             at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
             i -= 1
-        return make_node(self.tape, at, self)
+        return make_node(self.tape, at)
 
     def get(self, str name not None):
         return self.present(name)
@@ -634,7 +619,7 @@ cdef class Node:
         return list(self.members())
 
     def items(self):
-        return [(name, make_node(self.tape, at, self)) for name, at in self.members().items()]
+        return [(name, make_node(self.tape, at)) for name, at in self.members().items()]
 
     def __iter__(self):
         cdef int64_t at = self.at + 2
@@ -644,7 +629,7 @@ cdef class Node:
         last = ds4_tape_second(self.tape.t.words + self.at)
         nodes = []
         while at < last:
-            nodes.append(make_node(self.tape, at, self))
+            nodes.append(make_node(self.tape, at))
             at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
         return iter(nodes)
 
@@ -666,7 +651,7 @@ cdef class Node:
             return string_at(self.tape, at)
         if first == c"n":
             return default
-        raise make_node(self.tape, at, self).mismatch("str")
+        raise make_node(self.tape, at).mismatch("str")
 
     def get_bool(self, str name not None, default=None):
         cdef Node node = self.present(name)
@@ -700,7 +685,7 @@ cdef class Node:
             ):
                 result.append(value)
             else:
-                result.append(make_node(self.tape, at, self).as_int(lo, hi))
+                result.append(make_node(self.tape, at).as_int(lo, hi))
             at = ds4_tape_next(self.tape.t.body, self.tape.t.words, at)
         return result
 
@@ -764,7 +749,7 @@ cdef class Node:
 
     def loads(self):
         cdef int64_t at = self.at
-        return load(self.tape, &at, self)
+        return load(self.tape, &at)
 
     def canonical(self, drop=()):
         return printed(self.tape, self.at, True, tuple(drop))
@@ -777,118 +762,11 @@ cdef inline bint is_number(uint8_t first) noexcept nogil:
     return first == c"-" or c"0" <= first <= c"9"
 
 
-cdef enum:
-    MAX_FIELDS = 64
-
-FIELD_KINDS = ("any", "str", "int", "float", "bool", "object", "array")
-
-
-@cython.final
-cdef class Fields:
-    cdef tuple names
-    cdef Py_ssize_t n
-    cdef const char* name[MAX_FIELDS]       # UTF-8, owned by `names`
-    cdef Py_ssize_t size[MAX_FIELDS]
-    cdef int kind[MAX_FIELDS]               # position in FIELD_KINDS
-
-    def __init__(self, **kinds):
-        cdef Py_ssize_t i
-        if not 0 < len(kinds) <= MAX_FIELDS:
-            raise ValueError(f"{len(kinds)} fields, from 1 to {MAX_FIELDS} are allowed")
-        if self.names is not None:
-            raise TypeError("fields are fixed when they are made")
-        self.names = tuple(kinds)
-        for i, (name, kind) in enumerate(kinds.items()):
-            if kind not in FIELD_KINDS:
-                raise ValueError(f"field {name!r} has kind {kind!r}, not one of {', '.join(FIELD_KINDS)}")
-            self.name[i] = PyUnicode_AsUTF8AndSize(name, &self.size[i])
-            self.kind[i] = FIELD_KINDS.index(kind)
-        self.n = len(kinds)
-
-    cdef tuple take(self, Tape tape, int64_t at, Node node, Node parent):
-        """Values of the object at `at`, whose node is `node` or still to be made below `parent`."""
-        cdef const uint8_t* body = tape.t.body
-        cdef const uint64_t* words = tape.t.words
-        cdef int64_t found[MAX_FIELDS]
-        cdef int64_t last, word
-        cdef Py_ssize_t i, likely = 0, n = self.n
-        cdef int64_t length
-        cdef const uint8_t* name
-        cdef uint8_t first
-        if body[ds4_tape_start(words + at)] != c"{":
-            raise make_node(tape, at, parent).mismatch("object") if node is None else node.mismatch("object")
-        for i in range(n):
-            found[i] = -1
-        last = ds4_tape_second(words + at)
-        word = at + 2
-        while word < last:
-            i = -1
-            if ds4_tape_flags(words + word) & DS4_ESCAPED:
-                text = string_at(tape, word)
-                if text in self.names:
-                    i = self.names.index(text)
-                word += 2
-            else:
-                length = ds4_tape_second(words + word) - 2
-                name = body + ds4_tape_start(words + word) + 1
-                for _ in range(n):
-                    if self.size[likely] == length and memcmp(self.name[likely], name, length) == 0:
-                        i = likely
-                    likely = likely + 1 if likely + 1 < n else 0
-                    if i >= 0:
-                        break
-                word = ds4_tape_next(body, words, word)
-            if i >= 0:
-                found[i] = word
-            word = ds4_tape_next(body, words, word)
-        values = PyTuple_New(n)
-        for i in range(n):
-            value = None
-            if found[i] >= 0:
-                first = body[ds4_tape_start(words + found[i])]
-                if first == c'"' and self.kind[i] <= 1:
-                    value = string_at(tape, found[i])
-                elif first != c"n":
-                    if node is None:
-                        node = make_node(tape, at, parent)
-                    value = self.convert(make_node(tape, found[i], node), self.kind[i])
-            Py_INCREF(value)
-            PyTuple_SET_ITEM(values, i, value)
-        return values
-
-    cdef object convert(self, Node node, int kind):
-        cdef uint8_t first = node.first()
-        if kind == 0:
-            if first == c"{" or first == c"[":
-                return node
-            return node.loads()
-        if kind == 1:
-            return node.as_str()
-        if kind == 2:
-            return node.as_int()
-        if kind == 3:
-            return node.as_float()
-        if kind == 4:
-            return node.as_bool()
-        if kind == 5:
-            return node.as_object()
-        return node.as_array()
-
-    def read(self, Node node not None):
-        return self.take(node.tape, node.at, node, None)
-
-    def read_all(self, Node array not None):
-        cdef int64_t at = array.as_array().at + 2
-        cdef int64_t last = ds4_tape_second(array.tape.t.words + array.at)
-        rows = []
-        while at < last:
-            rows.append(self.take(array.tape, at, None, array))
-            at = ds4_tape_next(array.tape.t.body, array.tape.t.words, at)
-        return rows
+include "_json_fields.pxi"
 
 
 def parse(body):
-    return make_node(scan(body), 0, None)
+    return make_node(scan(body), 0)
 
 
 def loads(data):
@@ -903,183 +781,4 @@ def minify(data):
     return printed(scan(data), 0, False, ())
 
 
-# ---- output ----------------------------------------------------------------------------------------------------
-
-
-cdef inline int64_t escaped_length(uint32_t c) noexcept nogil:
-    if c >= 0x80:
-        return 2 if c < 0x800 else 3 if c < 0x10000 else 4
-    if c >= 0x20:
-        return 2 if c == c'"' or c == c"\\" else 1
-    return 2 if c == 9 or c == 10 or c == 13 else 6
-
-
-cdef int64_t escaped_size(int kind, bint is_ascii, const void* data, int64_t n) noexcept nogil:
-    cdef int64_t size = 0
-    cdef int64_t i = 0
-    if is_ascii:
-        return kernels.escaped_size(<const uint8_t*>data, n)
-    while i < n:
-        size += escaped_length(ds4_char_next(kind, data, &i, n))
-    return size
-
-
-cdef uint8_t* put_escaped(
-    uint8_t* out, int64_t size, int kind, bint is_ascii, const void* data, int64_t n
-) noexcept nogil:
-    """Writes the escaped form of the n characters, `size` bytes if that is known; returns the end."""
-    cdef int64_t i = 0
-    cdef uint8_t* end = out
-    if is_ascii and size == n:
-        memcpy(out, data, n)
-        return out + n
-    while i < n:
-        end = ds4_put_escaped(end, ds4_char_next(kind, data, &i, n), 0)
-    return end
-
-
-cpdef bytes escape(str text):
-    return sse_chunk(b"", text, b"")
-
-
-cpdef bytes sse_chunk(bytes head, str delta, bytes tail):
-    if head is None or delta is None or tail is None:
-        raise TypeError("head and tail must be bytes, delta str")
-    cdef int kind = PyUnicode_KIND(delta)
-    cdef bint is_ascii = PyUnicode_IS_ASCII(delta)
-    cdef const void* data = PyUnicode_DATA(delta)
-    cdef Py_ssize_t n = PyUnicode_GET_LENGTH(delta)
-    cdef int64_t size
-    cdef uint8_t brief[6 * BRIEF]
-    cdef Py_ssize_t before = PyBytes_GET_SIZE(head)
-    cdef Py_ssize_t after = PyBytes_GET_SIZE(tail)
-    cdef bint short_text = n <= BRIEF and not is_ascii
-    if short_text:
-        # Cheaper than to go over it twice.
-        size = put_escaped(brief, -1, kind, False, data, n) - brief
-    else:
-        size = escaped_size(kind, is_ascii, data, n)
-    chunk = PyBytes_FromStringAndSize(NULL, before + size + after)
-    cdef uint8_t* out = <uint8_t*>PyBytes_AS_STRING(chunk)
-    memcpy(out, PyBytes_AS_STRING(head), before)
-    if short_text:
-        memcpy(out + before, brief, size)
-    else:
-        put_escaped(out + before, size, kind, is_ascii, data, n)
-    memcpy(out + before + size, PyBytes_AS_STRING(tail), after)
-    return chunk
-
-
-cdef bytes utf8(str text):
-    """The text as UTF-8, surrogates repaired."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
-
-
-@cython.final
-@cython.internal
-cdef class Writer:
-    cdef uint8_t* data
-    cdef int64_t size
-    cdef int64_t capacity
-
-    def __dealloc__(self):
-        PyMem_RawFree(self.data)
-
-    cdef uint8_t* room(self, int64_t more) except NULL:
-        """Where `more` bytes may be written; the caller adds to size what it wrote."""
-        cdef uint8_t* grown
-        cdef int64_t capacity
-        if self.capacity - self.size < more:
-            capacity = self.capacity + self.capacity // 2 + more + 256
-            grown = <uint8_t*>PyMem_RawRealloc(self.data, capacity)
-            if grown == NULL:
-                raise MemoryError
-            self.data = grown
-            self.capacity = capacity
-        return self.data + self.size
-
-    cdef int put(self, const void* p, int64_t n) except -1:
-        memcpy(self.room(n), p, n)
-        self.size += n
-        return 0
-
-    cdef int put_byte(self, uint8_t c) except -1:
-        self.room(1)[0] = c
-        self.size += 1
-        return 0
-
-    cdef int put_str(self, str text) except -1:
-        cdef int kind = PyUnicode_KIND(text)
-        cdef bint is_ascii = PyUnicode_IS_ASCII(text)
-        cdef const void* data = PyUnicode_DATA(text)
-        cdef Py_ssize_t n = PyUnicode_GET_LENGTH(text)
-        cdef int64_t size = escaped_size(kind, is_ascii, data, n)
-        cdef uint8_t* out = self.room(size + 2)
-        out[0] = c'"'
-        put_escaped(out + 1, size, kind, is_ascii, data, n)
-        out[size + 1] = c'"'
-        self.size += size + 2
-        return 0
-
-    cdef int put_value(self, object value, int depth) except -1:
-        cdef bytes text
-        cdef bint first = True
-        cdef Py_ssize_t i = 0
-        if isinstance(value, str):
-            return self.put_str(<str>value)
-        if value is None:
-            return self.put(b"null", 4)
-        if value is True:
-            return self.put(b"true", 4)
-        if value is False:
-            return self.put(b"false", 5)
-        if isinstance(value, int):
-            text = int.__repr__(value).encode()
-            return self.put(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
-        if isinstance(value, float):
-            if not isfinite(PyFloat_AS_DOUBLE(value)):
-                raise JSONError(f"Expected a finite number, got `{float.__repr__(value)}`")
-            text = float.__repr__(value).encode()
-            return self.put(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
-        if isinstance(value, Node):
-            text = (<Node>value).minified().encode()
-            return self.put(PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
-        if not isinstance(value, (dict, list, tuple)):
-            raise JSONError(f"Expected a JSON value, got `{type(value).__name__}`")
-        if depth == DS4_JSON_MAX_DEPTH:
-            raise JSONError(f"More than {DS4_JSON_MAX_DEPTH} nested containers")
-        if isinstance(value, dict):
-            self.put_byte(c"{")
-            for name, member in value.items():
-                if not isinstance(name, str):
-                    raise JSONError(f"Expected `str` as a member name, got `{type(name).__name__}`")
-                if not first:
-                    self.put_byte(c",")
-                first = False
-                self.put_str(<str>name)
-                self.put_byte(c":")
-                try:
-                    self.put_value(member, depth + 1)
-                except JSONError as e:
-                    raise JSONError(e.message, "$" + step_of(name) + e.path[1:]) from None
-            return self.put_byte(c"}")
-        self.put_byte(c"[")
-        for element in value:
-            if not first:
-                self.put_byte(c",")
-            first = False
-            try:
-                self.put_value(element, depth + 1)
-            except JSONError as e:
-                raise JSONError(e.message, "$" + step_of(i) + e.path[1:]) from None
-            i += 1
-        return self.put_byte(c"]")
-
-
-def dumps(value):
-    cdef Writer writer = Writer.__new__(Writer)
-    writer.put_value(value, 0)
-    return PyBytes_FromStringAndSize(<const char*>writer.data, writer.size)
+include "_json_write.pxi"

@@ -127,7 +127,8 @@ class Ops {
 
   // ---- memory
   // Loads `parts`, stacked along rows (q, k, v as one matrix; gate and up as one), in file type. All parts
-  // have the same cols. Throws Unsupported for a type without a kernel, naming it.
+  // have the same cols. Throws Unsupported for a type without a kernel, naming it. Matrices of more than one row and
+  // column that are loaded as Linear or SwiGLU are not read again after the call; all others may be.
   virtual std::unique_ptr<Weight> load(std::span<const MatrixView> parts, WeightUse use) = 0;
   // Scratch for one step, valid until the next `reset_scratch`. Contents undefined.
   virtual Tensor scratch(int64_t n, int64_t dim) = 0;

@@ -29,6 +29,8 @@ enum class DType : int32_t {
   I32 = 26,
   BF16 = 30,
   MXFP4 = 39,
+  F8_E4M3 = 1005,  // with scales beside it, see MatrixView
+  F4 = 1008,       // E2M1, two columns per byte, the first in the low nibble; with scales beside it
 };
 
 // One row-major matrix in a mapped model file: `rows` rows of `cols` elements, rows contiguous and
@@ -39,6 +41,9 @@ struct MatrixView {
   int64_t rows = 0;
   int64_t cols = 0;
   DType type = DType::F32;
+  // F8_E4M3: one E8M0 byte per tile of 128 x 128 elements, tiles row-major. F4: one per 32 columns of a row. Null for
+  // all other types. Backends know no such matrices: a family converts them (quant/scaled.h) before it loads them.
+  const uint8_t* scales = nullptr;
 };
 
 // A row-major f32 matrix in the backend's memory: n rows, dim columns, `stride` elements from row to row.

@@ -225,7 +225,19 @@ def test_fields() -> None:
         with pytest.raises(JSONError) as e:
             fields.read_all(parse(bad)["m"])
         assert (e.value.message, e.value.path) == (message, path)
-    for kinds in ({}, {"a": "text"}, {f"f{i}": "any" for i in range(65)}):
+    call = _json.Fields(id="str", function=_json.Fields(name="str"))
+    nested = _json.Fields(calls=[call], first=call)
+    row = nested.read(parse(b'{"calls":[{"id":"1","function":{"name":"f"}},{}],"first":{"function":null}}'))
+    assert row == ([("1", ("f",)), (None, None)], (None, None))
+    for bad, message, path in [
+        (b'{"calls":[{},{"function":{"name":1}}]}', "Expected `str`, got `int`", "$.calls[1].function.name"),
+        (b'{"calls":{}}', "Expected `array`, got `object`", "$.calls"),
+        (b'{"first":[]}', "Expected `object`, got `array`", "$.first"),
+    ]:
+        with pytest.raises(JSONError) as e:
+            nested.read(parse(bad))
+        assert (e.value.message, e.value.path) == (message, path)
+    for kinds in ({}, {"a": "text"}, {"a": [call, call]}, {"a": ["str"]}, {f"f{i}": "any" for i in range(65)}):
         with pytest.raises(ValueError):
             _json.Fields(**kinds)  # type: ignore[arg-type]
 
@@ -255,6 +267,11 @@ def test_token_arrays() -> None:
         (rb'"\ud83d\ud83d\ude00"', "\ufffd😀"),
         (rb'"\ud83d\ude00"', "😀"),
         (rb'"\uD83D\uDE00\u00E9"', "😀é"),
+        (rb'"\ud800\udc00 \udbff\udfff"', "\U00010000 \U0010ffff"),
+        (
+            rb'"\ud83d\udbff \ud83d\ue000 \ud7ff\udc00 \udc00\udc00"',
+            "\ufffd\ufffd \ufffd\ue000 \ud7ff\ufffd \ufffd\ufffd",
+        ),
         (rb'"\ud83d\\ude00"', "\ufffd\\ude00"),
         (rb'"a\u0000b"', "a\x00b"),
         (rb'"\"\\\/\b\f\n\r\t"', '"\\/\b\f\n\r\t'),

@@ -22,7 +22,7 @@ import xxhash
 from ds4 import _cpu
 from ds4.engine.demo import demo_model_path
 from ds4.engine.memory import available_memory, check_plan
-from ds4.engine.model_file import ModelFile, open_model_file
+from ds4.engine.model_file import HValue, ModelFile, open_model_file
 from ds4.engine.sampler import new_sampler
 from ds4.engine.session import ModelHandle, Session
 from ds4.engine.types import (
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from ds4.engine.tensors import Tensor
     from ds4.engine.tokenizer import Tokenizer
 
 BACKENDS = ("cpu", "reference")
@@ -100,7 +101,7 @@ class Engine:
         if config.ctx == 0:
             config = dataclasses.replace(config, ctx=min(AUTO_CTX, file.hparams.integer("context_length", low=1)))
         backend = _open_backend(config)
-        native = build_model(file, backend)
+        native = build_model(file, backend, kv_qat=config.kv_qat)
         plan = plan_memory(file, native, config)
         if config.check_memory:
             check_plan(plan, config.ctx, native.state_bytes(0))
@@ -110,9 +111,11 @@ class Engine:
         try:
             native.load(progress)
         except _cpu.Unsupported as e:
-            raise UnsupportedModelError(file.path, "", str(e)) from None
+            raise UnsupportedModelError(file.path, *_where(file, str(e))) from None
+        except ValueError as e:
+            raise ModelFileError(file.path, *_where(file, str(e))) from None
         plan = dataclasses.replace(plan, weight_bytes=native.resident_bytes)
-        handle = ModelHandle(native, file.family, fingerprint(file), config.prefill_chunk)
+        handle = ModelHandle(native, file.family, fingerprint(file, config.kv_qat), config.prefill_chunk)
         return cls(config, file, backend, handle, tokenizer, plan)
 
     @property
@@ -251,34 +254,43 @@ def _open_backend(config: EngineConfig) -> _cpu.Backend:
         raise ConfigError(str(e)) from None
 
 
-def build_model(file: ModelFile, backend: _cpu.Backend) -> _cpu.Model:
+def build_model(file: ModelFile, backend: _cpu.Backend, *, kv_qat: bool = True) -> _cpu.Model:
     """The model of a file on a backend, all but the weights' values checked, nothing loaded.
 
+    `kv_qat` off leaves out the rounding of key rows that DeepSeek V4 was trained with; other families have none.
     Raises ModelFileError and UnsupportedModelError naming the key or tensor.
     """
-    params: dict[str, bool | int | float | str] = {"rope.kind": file.rope_kind}
+    params: dict[str, HValue] = {"rope.kind": file.rope_kind}
     for key, value in file.hparams.items():
-        if isinstance(value, list):
-            raise UnsupportedModelError(file.path, f"{file.family}.{key}", "one value per layer is not implemented")
         params[key] = value
-    tensors = {name: (t.data, t.shape, int(t.dtype)) for name, t in file.tensors.items()}
+    if file.family == "deepseek4":
+        del params["rope.kind"]  # always interleaved
+        params["kv_qat"] = kv_qat
+    tensors = {name: _native_tensor(t) for name, t in file.tensors.items()}
     try:
         return _cpu.Model(backend, file.family, params, tensors, kv_type=_F16)
     except _cpu.Unsupported as e:
-        raise UnsupportedModelError(file.path, *_where(str(e))) from None
+        raise UnsupportedModelError(file.path, *_where(file, str(e))) from None
     except ValueError as e:
-        raise ModelFileError(file.path, *_where(str(e))) from None
+        raise ModelFileError(file.path, *_where(file, str(e))) from None
 
 
-def _where(message: str) -> tuple[str, str]:
+def _native_tensor(t: Tensor) -> _cpu.NativeTensor:
+    plain = t.data, t.shape, int(t.dtype)
+    return plain if t.scales is None else (*plain, t.scales)
+
+
+def _where(file: ModelFile, message: str) -> tuple[str, str]:
     """Splits "KEY is wrong" and "TENSOR: is wrong" into what is at fault and what is wrong with it."""
     match = re.fullmatch(r"([\w.]+\.[\w.]+|[a-z]+_[a-z_]+):? (.*)", message, re.DOTALL)
-    return (match[1], match[2]) if match else ("", message)
+    if match is None:
+        return "", message
+    return f"{file.family}.{match[1]}" if match[1] in file.hparams else match[1], match[2]
 
 
 def plan_memory(file: ModelFile, model: _cpu.Model, config: EngineConfig) -> MemoryPlan:
     """What `config` needs with this model, estimated before anything is loaded."""
-    weights = sum(t.nbytes for t in file.tensors.values()) * _REPACKED
+    weights = sum(t.exact_nbytes for t in file.tensors.values()) * _REPACKED
     if config.backend == "reference":
         weights = 4 * file.n_params
     per_session = model.state_bytes(config.ctx) + 4 * config.ctx + 4 * model.vocab
@@ -289,15 +301,22 @@ def plan_memory(file: ModelFile, model: _cpu.Model, config: EngineConfig) -> Mem
 def _warm(file: ModelFile) -> None:
     """Reads every page of the mapped weights once, so that no step waits for the disk."""
     for tensor in file.tensors.values():
-        np.frombuffer(tensor.data, np.uint8)[::4096].max(initial=0)
+        for part in (tensor.data,) if tensor.scales is None else (tensor.data, tensor.scales):
+            np.frombuffer(part, np.uint8)[::4096].max(initial=0)
 
 
-def fingerprint(file: ModelFile) -> str:
-    """Digest over names, types, shapes and three samples of the bytes of every tensor: 32 hexadecimal digits."""
+def fingerprint(file: ModelFile, kv_qat: bool = True) -> str:
+    """Digest over names, types, shapes and three samples of the bytes of every tensor: 32 hexadecimal digits.
+
+    Sessions computed without the rounding of `kv_qat` are another model's.
+    """
     digest = xxhash.xxh3_128()
+    if file.family == "deepseek4" and not kv_qat:
+        digest.update(b"kv_qat off\0")
     for name in sorted(file.tensors):
         t = file.tensors[name]
         digest.update(f"{name}\0{t.dtype.name}\0{t.shape}\0".encode())
-        for start in (0, t.nbytes // 2, max(0, t.nbytes - 256)):
-            digest.update(t.data[start : start + 256])
+        for part in (t.data,) if t.scales is None else (t.data, t.scales):
+            for start in (0, part.nbytes // 2, max(0, part.nbytes - 256)):
+                digest.update(part[start : start + 256])
     return digest.hexdigest()

@@ -1,17 +1,23 @@
 """DeepSeek V4 checkpoints under GGUF's names: hyper-parameters of config.json and tensors.
 
-Source: DeepSeek's published checkpoints and inference code (`layers.N.attn.wq_a.weight`, `ffn.experts.E.w1.weight`).
+Two spellings are read: DeepSeek's published one (`layers.N.attn.wq_a.weight`, `ffn.experts.E.w1.weight`), and that of
+the modules of transformers (`model.layers.N.self_attn.q_a_proj.weight`, experts of a layer in one tensor). Published
+weights are 8- and 4-bit codes with scales beside them, which stay as they are.
+
+Sources: DeepSeek's checkpoints and inference code; transformers, `DeepseekV4Config` and its weight conversion.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds4.engine.tensors import Tensor
+import numpy as np
+
+from ds4.engine.tensors import DType, Tensor
 from ds4.errors import ModelFileError, UnsupportedModelError
 
 _NUMBERS = {
@@ -89,12 +95,58 @@ _LAYER = {
     "ffn.shared_experts.w2.weight": "ffn_down_shexp.weight",
 }
 _EXPERT = {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
+_MODULES_GLOBAL = {
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "hc_head.hc_fn": "output_hc_fn.weight",
+    "hc_head.hc_base": "output_hc_base.weight",
+    "hc_head.hc_scale": "output_hc_scale.weight",
+}
+_MODULES_LAYER = {
+    **{f"{kind}_hc.{part}": f"hc_{kind}_{part}.weight" for kind in ("attn", "ffn") for part in ("fn", "base", "scale")},
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_norm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.kv_proj.weight": "attn_kv.weight",
+    "self_attn.kv_norm.weight": "attn_kv_a_norm.weight",
+    "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.o_a_proj.weight": "attn_output_a.weight",
+    "self_attn.o_b_proj.weight": "attn_output_b.weight",
+    "self_attn.compressor.kv_proj.weight": "attn_compressor_kv.weight",
+    "self_attn.compressor.gate_proj.weight": "attn_compressor_gate.weight",
+    "self_attn.compressor.position_bias": "attn_compressor_ape.weight",
+    "self_attn.compressor.kv_norm.weight": "attn_compressor_norm.weight",
+    "self_attn.compressor.indexer.q_b_proj.weight": "indexer.attn_q_b.weight",
+    "self_attn.compressor.indexer.scorer.weights_proj.weight": "indexer.proj.weight",
+    "self_attn.compressor.indexer.kv_proj.weight": "indexer_compressor_kv.weight",
+    "self_attn.compressor.indexer.gate_proj.weight": "indexer_compressor_gate.weight",
+    "self_attn.compressor.indexer.position_bias": "indexer_compressor_ape.weight",
+    "self_attn.compressor.indexer.kv_norm.weight": "indexer_compressor_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.gate.tid2eid": "ffn_gate_tid2eid.weight",
+    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+}
+_MODULES_GATE_UP, _MODULES_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
 _LAYER_NAME = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)")
 _EXPERT_NAME = re.compile(r"ffn\.experts\.(0|[1-9]\d{0,5})\.(w[123])\.weight")
+
+_RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+_SCALE_TILE, _SCALE_COLUMNS = 128, 32
+
+
+# ---- config.json
 
 
 def hparams(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """GGUF keys without prefix. Raises ModelFileError or UnsupportedModelError naming the member of config.json."""
+    config = _published(path, config)
     values: dict[str, Any] = {}
     for member, key in _NUMBERS.items():
         value = config.get(member)
@@ -124,22 +176,141 @@ def hparams(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _published(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the members that transformers 5 writes folded back into the published ones."""
+    out = dict(config)
+    if "compress_ratios" not in out and isinstance(kinds := out.get("layer_types"), list):
+        rates = out.get("compress_rates") or {}
+        if wrong := [k for k in kinds if not isinstance(k, str) or k not in _RATIOS]:
+            raise UnsupportedModelError(path, "layer_types", f"{wrong[0]!r} is not one of {', '.join(_RATIOS)}")
+        out["compress_ratios"] = [rates.get(k, _RATIOS[k]) if isinstance(rates, dict) else None for k in kinds]
+    if "num_hash_layers" not in out and isinstance(kinds := out.get("mlp_layer_types"), list):
+        out["num_hash_layers"] = kinds.count("hash_moe")
+        if kinds != ["hash_moe"] * kinds.count("hash_moe") + ["moe"] * kinds.count("moe"):
+            raise UnsupportedModelError(path, "mlp_layer_types", "expected hash_moe layers followed by moe layers")
+    rope = out.get("rope_parameters")
+    if isinstance(rope, dict) and isinstance(near := rope.get("main"), dict):
+        far = rope.get("compress")
+        if not isinstance(far, dict):
+            raise ModelFileError(path, "rope_parameters.compress", f"is {far!r}, expected an object")
+        if (kind := near.get("rope_type", "default")) != "default":
+            raise UnsupportedModelError(path, "rope_parameters.main.rope_type", f"{kind!r} is not implemented")
+        out["rope_scaling"] = far
+        for member, source in (("rope_theta", near), ("compress_rope_theta", far)):
+            if "rope_theta" in source:
+                out[member] = source["rope_theta"]
+    share, width = out.get("partial_rotary_factor"), out.get("head_dim")
+    if "qk_rope_head_dim" not in out and isinstance(share, int | float) and isinstance(width, int):
+        out["qk_rope_head_dim"] = int(width * share)
+    return out
+
+
+# ---- tensors
+
+
 def tensors(path: Path, config: Mapping[str, Any], files: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The main model's tensors by GGUF name; experts stay apart, number 0 is `blk.N.ffn_up_exps.0.weight`.
 
-    Draft layers (`mtp.*`) are left out. Raises UnsupportedModelError naming a tensor that DeepSeek V4 does not have.
+    Draft layers (`mtp.*`) are left out. Raises UnsupportedModelError naming a tensor that DeepSeek V4 does not have,
+    and ModelFileError naming one whose scales are missing or do not fit.
     """
-    renamed: dict[str, Tensor] = {}
+    _check_quantisation(path, config)
+    out: dict[str, Tensor] = {}
     for name, tensor in files.items():
-        if name.startswith("mtp."):
+        if name.startswith(("mtp.", "model.mtp.")):
             continue
-        new = _GLOBAL.get(name)
-        if new is None and (match := _LAYER_NAME.fullmatch(name)) is not None:
-            rest = _LAYER.get(match[2])
-            if rest is None and (expert := _EXPERT_NAME.fullmatch(match[2])) is not None:
-                rest = f"{_EXPERT[expert[2]]}.{expert[1]}.weight"
-            new = f"blk.{match[1]}.{rest}" if rest is not None else None
-        if new is None:
-            raise UnsupportedModelError(path, name, "this tensor is not part of a DeepSeek V4 model")
-        renamed[new] = replace(tensor, name=new)
-    return renamed
+        if (base := name.removesuffix(".scale")) != name and f"{base}.weight" in files:
+            continue  # belongs to the matrix beside it
+        if (base := name.removesuffix(".weight")) != name:
+            tensor = _with_scales(path, name, tensor, files.get(f"{base}.scale"))
+        for new, part in _named(path, name, tensor):
+            if new in out:
+                raise ModelFileError(path, name, f"{new} is in the file twice")
+            out[new] = replace(part, name=new)
+    return out
+
+
+def _named(path: Path, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    plain = name.removeprefix("model.")
+    new = _GLOBAL.get(name) or _MODULES_GLOBAL.get(plain)
+    if new is not None:
+        yield new, tensor
+        return
+    if (match := _LAYER_NAME.fullmatch(plain)) is not None:
+        layer, rest = f"blk.{match[1]}.", match[2]
+        if (new := _LAYER.get(rest) or _MODULES_LAYER.get(rest)) is not None:
+            yield layer + new, _as_i32(path, tensor)
+            return
+        if (expert := _EXPERT_NAME.fullmatch(rest)) is not None:
+            yield f"{layer}{_EXPERT[expert[2]]}.{expert[1]}.weight", tensor
+            return
+        if rest == _MODULES_DOWN:
+            yield layer + "ffn_down_exps.weight", tensor
+            return
+        if rest == _MODULES_GATE_UP:
+            yield from _gate_and_up(path, layer, tensor)
+            return
+    raise UnsupportedModelError(path, name, "this tensor is not part of a DeepSeek V4 model")
+
+
+def _gate_and_up(path: Path, layer: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """[experts, gate rows then up rows, width], cut into one matrix each."""
+    if len(tensor.shape) != 3 or tensor.shape[1] % 2 or 0 in tensor.shape:
+        raise ModelFileError(path, tensor.name, f"shape {list(tensor.shape)}, expected [experts, 2 * width, hidden]")
+    experts, rows, cols = tensor.shape
+    size = tensor.data.nbytes // (2 * experts)
+    for i in range(2 * experts):
+        part = tensor.data[i * size : (i + 1) * size]
+        kind = "ffn_up_exps" if i % 2 else "ffn_gate_exps"
+        yield f"{layer}{kind}.{i // 2}.weight", Tensor(tensor.name, (rows // 2, cols), tensor.dtype, part)
+
+
+def _as_i32(path: Path, tensor: Tensor) -> Tensor:
+    """Tables of 64-bit integers as 32-bit ones."""
+    if tensor.dtype is not DType.I64:
+        return tensor
+    values = np.frombuffer(tensor.data, "<i8")
+    if len(values) and not (values.min() >= -(1 << 31) and values.max() < 1 << 31):
+        raise ModelFileError(path, tensor.name, "a number is outside 32 bits")
+    return replace(tensor, dtype=DType.I32, data=memoryview(values.astype("<i4").tobytes()))
+
+
+# ---- codes with scales beside them
+
+
+def _check_quantisation(path: Path, config: Mapping[str, Any]) -> None:
+    settings = config.get("quantization_config")
+    if settings is None:
+        return
+    if not isinstance(settings, dict):
+        raise ModelFileError(path, "quantization_config", f"is {settings!r}, expected an object")
+    tile = [_SCALE_TILE, _SCALE_TILE]
+    for member, allowed in (("quant_method", ("fp8",)), ("fmt", ("e4m3",)), ("scale_fmt", ("ue8m0",))):
+        if (value := settings.get(member, allowed[0])) not in allowed:
+            raise UnsupportedModelError(path, f"quantization_config.{member}", f"{value!r}, only {allowed[0]!r}")
+    if (value := settings.get("weight_block_size", tile)) != tile:
+        raise UnsupportedModelError(path, "quantization_config.weight_block_size", f"{value!r}, only {tile}")
+
+
+def _with_scales(path: Path, name: str, tensor: Tensor, scales: Tensor | None) -> Tensor:
+    """The matrix with its scales; pairs of 4-bit codes, which files call bytes, as type F4."""
+    if tensor.dtype in (DType.I8, DType.U8) and scales is not None and len(tensor.shape) == 2:
+        tensor = replace(tensor, dtype=DType.F4, shape=(tensor.shape[0], 2 * tensor.shape[1]))
+    if tensor.dtype not in (DType.F8_E4M3, DType.F4):
+        if scales is not None:
+            raise UnsupportedModelError(path, name, f"type {tensor.dtype.name} with scales is not implemented")
+        return tensor
+    if scales is None:
+        raise ModelFileError(path, name.removesuffix(".weight") + ".scale", "the tensor is missing")
+    if len(tensor.shape) != 2:
+        raise ModelFileError(path, name, f"shape {list(tensor.shape)}, expected two axes")
+    rows, cols = tensor.shape
+    if tensor.dtype is DType.F4:
+        expected = rows, -(-cols // _SCALE_COLUMNS)
+    else:
+        expected = -(-rows // _SCALE_TILE), -(-cols // _SCALE_TILE)
+    if scales.shape != expected:
+        raise ModelFileError(path, scales.name, f"shape {list(scales.shape)}, the matrix asks for {list(expected)}")
+    if scales.dtype not in (DType.F8_E8M0, DType.U8):
+        raise UnsupportedModelError(path, scales.name, f"type {scales.dtype.name}, only F8_E8M0 is implemented")
+    return replace(tensor, scales=scales.data)

@@ -6,14 +6,14 @@ Hyper-parameters and tensors have GGUF's names (GGUF specification), whichever f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ds4.engine import hf_llama
+from ds4.engine import deepseek4, hf_deepseek4, hf_llama
 from ds4.engine.gguf import GGUFFile
 from ds4.engine.safetensors import read_directory, read_json_file
 from ds4.engine.tensors import DType, Tensor
@@ -37,6 +37,8 @@ _END_TEXTS = (
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
+_NAMED = 8
+"""So many missing tensors are named in an error."""
 _GLM_END_TEXTS = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 
@@ -62,27 +64,27 @@ class HParams(Mapping[str, HValue]):
     def integer(self, key: str, default: int | None = None, *, low: int = 0, high: int = 1 << 40) -> int:
         value = self._get(key, default)
         if type(value) is not int:
-            raise self._error(key, f"is {value!r}, expected an integer")
+            raise self.error(key, f"is {value!r}, expected an integer")
         if not low <= value <= high:
-            raise self._error(key, f"is {value}, allowed are {low} to {high}")
+            raise self.error(key, f"is {value}, allowed are {low} to {high}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if type(value) not in (int, float):
-            raise self._error(key, f"is {value!r}, expected a number")
+            raise self.error(key, f"is {value!r}, expected a number")
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         value = self._get(key, default)
         if type(value) is not bool:
-            raise self._error(key, f"is {value!r}, expected a boolean")
+            raise self.error(key, f"is {value!r}, expected a boolean")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._get(key, default)
         if type(value) is not str:
-            raise self._error(key, f"is {value!r}, expected a string")
+            raise self.error(key, f"is {value!r}, expected a string")
         return value
 
     def integers(self, key: str) -> list[Any]:
@@ -90,7 +92,7 @@ class HParams(Mapping[str, HValue]):
         value = self._get(key, None)
         values = value if isinstance(value, list) else [value]
         if not all(type(v) is int for v in values):
-            raise self._error(key, "expected integers")
+            raise self.error(key, "expected integers")
         return values
 
     def numbers(self, key: str) -> list[Any]:
@@ -98,16 +100,17 @@ class HParams(Mapping[str, HValue]):
         value = self._get(key, None)
         values = value if isinstance(value, list) else [value]
         if not all(type(v) in (int, float) for v in values):
-            raise self._error(key, "expected numbers")
+            raise self.error(key, "expected numbers")
         return [float(v) for v in values]
 
     def _get(self, key: str, default: Any) -> Any:
         value = self._values.get(key, default)
         if value is None:
-            raise self._error(key, "the key is missing")
+            raise self.error(key, "the key is missing")
         return value
 
-    def _error(self, key: str, message: str) -> ModelFileError:
+    def error(self, key: str, message: str) -> ModelFileError:
+        """An error about this key, to raise."""
         return ModelFileError(self._path, f"{self._family}.{key}", message)
 
 
@@ -175,6 +178,18 @@ def check_model_file(model: ModelFile) -> None:
     _check_embedding(model)
     if model.family == "llama":
         _check_llama(model)
+    elif model.family == "deepseek4":
+        _check_deepseek4(model)
+    elif model.family == "deepseek41":
+        raise UnsupportedModelError(
+            model.path, "general.architecture", "'deepseek41' (DeepSeek V4.1) is another graph than DeepSeek V4"
+        )
+    elif model.family == "deepseek4":
+        _check_deepseek4(model)
+    elif model.family == "deepseek41":
+        raise UnsupportedModelError(
+            model.path, "general.architecture", "'deepseek41' (DeepSeek V4.1) is another graph than DeepSeek V4"
+        )
 
 
 def read_model_file(path: str | Path) -> ModelFile:
@@ -209,6 +224,9 @@ def _from_gguf(path: Path) -> ModelFile:
     embedding = file.tensors.get("token_embd.weight")
     if "vocab_size" not in values and embedding is not None:
         values["vocab_size"] = embedding.shape[0]
+    tensors = file.tensors
+    if family == "deepseek4":
+        values, tensors = deepseek4.completed(values, tensors)
     template = _gguf_text(file, "tokenizer.chat_template")
     spec = None
     if "tokenizer.ggml.model" in metadata:
@@ -226,7 +244,7 @@ def _from_gguf(path: Path) -> ModelFile:
         name=_gguf_text(file, "general.name") or path.stem,
         id=slug(path.stem),
         values=values,
-        tensors=file.tensors,
+        tensors=tensors,
         rope_kind="interleaved" if family in ("llama", "deepseek4", "deepseek41") else "half_split",
         template=template,
         spec=spec,
@@ -254,28 +272,45 @@ def _token_id(path: Path, key: str, values: Mapping[str, Any], size: int) -> int
 # ---- safetensors
 
 
+@dataclass(frozen=True)
+class _Directory:
+    """How checkpoints of one `model_type` become a family under GGUF's names."""
+
+    family: str
+    rope_kind: str
+    hparams: Callable[[Path, Mapping[str, Any]], dict[str, Any]]
+    tensors: Callable[[Path, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+_DIRECTORIES = {
+    "llama": _Directory("llama", "half_split", hf_llama.hparams, hf_llama.tensors),
+    "deepseek_v4": _Directory("deepseek4", "interleaved", hf_deepseek4.hparams, hf_deepseek4.tensors),
+}
+
+
 def _from_directory(path: Path) -> ModelFile:
     config, tensors, size = read_directory(path)
     kind = config.get("model_type")
     name = path.resolve().name
     if (cached := re.fullmatch(r"models--.*--(.*)", path.resolve().parent.parent.name)) is not None:
         name = cached[1]
-    if kind != "llama":
+    reader = _DIRECTORIES.get(kind) if isinstance(kind, str) else None
+    if reader is None:
+        known = "'deepseek_v41' (DeepSeek V4.1) is another graph than DeepSeek V4" if kind == "deepseek_v41" else ""
+        known = known or "known: " + ", ".join(map(repr, _DIRECTORIES))
         raise UnsupportedModelError(
-            path / "config.json",
-            "model_type",
-            f"{kind!r} is not implemented as a safetensors directory, known: 'llama'",
+            path / "config.json", "model_type", f"{kind!r} is not implemented as a safetensors directory, {known}"
         )
     template, spec = _directory_tokenizer(path, config)
     return _model(
         path=path,
         format="safetensors",
-        family="llama",
+        family=reader.family,
         name=name,
         id=slug(name),
-        values=hf_llama.hparams(path / "config.json", config),
-        tensors=hf_llama.tensors(path, config, tensors),
-        rope_kind="half_split",
+        values=reader.hparams(path / "config.json", config),
+        tensors=reader.tensors(path, config, tensors),
+        rope_kind=reader.rope_kind,
         template=template,
         spec=spec,
         file_bytes=size,
@@ -369,6 +404,28 @@ def _check_embedding(model: ModelFile) -> None:
         raise ModelFileError(
             model.path, "tokenizer", f"{len(spec.tokens)} tokens, but token_embd.weight has {shape[0]} rows"
         )
+
+
+def _check_deepseek4(model: ModelFile) -> None:
+    expected = deepseek4.layout(model.hparams).tensors()
+    stored = {name: _slabs(model, name, shape) for name, shape in expected.items()}
+    if missing := [name for name, parts in stored.items() if not parts]:
+        more = f", and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        count = "the tensor is missing" if len(missing) == 1 else f"{len(missing)} tensors are missing"
+        raise ModelFileError(model.path, ", ".join(missing[:_NAMED]) + more, count)
+    for parts in stored.values():
+        for name, shape in parts.items():
+            _expect(model, name, shape, "the hyper-parameters")
+
+
+def _slabs(model: ModelFile, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """A tensor, or the matrices that a directory has in its place; nothing when there are neither."""
+    if name in model.tensors:
+        return {name: shape}
+    stem, _, end = name.rpartition(".")
+    if len(shape) == 3 and f"{stem}.0.{end}" in model.tensors:
+        return {f"{stem}.{i}.{end}": shape[1:] for i in range(shape[0])}
+    return {}
 
 
 def _check_llama(model: ModelFile) -> None:

@@ -114,13 +114,15 @@ class Tensor:
     """A tensor in a mapped file: not copied, read-only.
 
     `shape` is row-major, outermost axis first (the reverse of GGUF's order); the last axis is contiguous. `data` holds
-    exactly the tensor's bytes and keeps the mapping alive.
+    exactly the tensor's bytes and keeps the mapping alive. `scales` are E8M0 bytes that belong to the codes of a matrix
+    of type F8_E4M3 (one per tile of 128 x 128) or F4 (one per 32 columns), row-major.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     data: memoryview
+    scales: memoryview | None = None
 
     @property
     def n_elements(self) -> int:
@@ -128,4 +130,10 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        """Bytes in the file, scales included."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @property
+    def exact_nbytes(self) -> int:
+        """Bytes of the smallest plain type that holds the values exactly (quant/scaled.h), but for rare scales."""
+        return 2 * self.data.nbytes if self.dtype is DType.F8_E4M3 else self.nbytes

@@ -9,6 +9,7 @@
 #include "bindings.h"
 #include "cpu/cpu.h"
 #include "quant/quant.h"
+#include "quant/scaled.h"
 #include "reference/faulty.h"
 #include "reference/reference.h"
 #include "session/session.h"
@@ -32,6 +33,23 @@ py::array_t<float> dequantize(int32_t type, const py::buffer& data) {
   py::array_t<float> out(bytes / block * block_elements(dtype));
   dequantize_row(dtype, info.ptr, out.mutable_data(), out.size());
   return out;
+}
+
+// What a backend loads for a matrix with scales beside it: (type id, bytes).
+std::pair<int32_t, py::bytes> plain_matrix(int32_t type, int64_t rows, int64_t cols, const py::buffer& data,
+                                           const py::buffer& scales) {
+  const auto dtype = static_cast<DType>(type);
+  const py::buffer_info codes = data.request(), beside = scales.request();
+  if (!has_scales(dtype)) throw Invalid(std::string("type ") + dtype_name(dtype) + " has no scales beside it");
+  if (rows < 1 || rows > (int64_t{1} << 40) / std::max<int64_t>(1, cols)) throw Invalid("an impossible shape");
+  if (static_cast<int64_t>(row_bytes(dtype, cols)) * rows != codes.size * codes.itemsize ||
+      scale_count(dtype, rows, cols) != beside.size * beside.itemsize)
+    throw Invalid("codes or scales of another shape");
+  const MatrixView view{codes.ptr, rows, cols, dtype, static_cast<const uint8_t*>(beside.ptr)};
+  const PlainViews plain({&view, 1});
+  const MatrixView& m = plain.front();
+  return {static_cast<int32_t>(m.type),
+          py::bytes(static_cast<const char*>(m.data), row_bytes(m.type, cols) * static_cast<size_t>(rows))};
 }
 
 // Token ids from a list, tuple or numpy array; every id is range-checked against int32 here, against the vocabulary
@@ -114,8 +132,8 @@ std::map<std::string, HyperValue> hyper_params(const py::dict& given) {
   return out;
 }
 
-// tensors: name -> (buffer of bytes, shape, type id). The buffers' exports are held until the model goes, so the
-// mapping behind them cannot be closed.
+// tensors: name -> (buffer of bytes, shape, type id), or with a fourth item, the buffer of the scales. The buffers'
+// exports are held until the model goes, so the mapping behind them cannot be closed.
 std::shared_ptr<LoadedModel> make_loaded_model(const PyBackend& backend, const std::string& family,
                                                const py::dict& params, const py::dict& tensors, int32_t kv_type) {
   auto views = std::shared_ptr<std::vector<py::buffer_info>>(new std::vector<py::buffer_info>(),
@@ -126,23 +144,41 @@ std::shared_ptr<LoadedModel> make_loaded_model(const PyBackend& backend, const s
   std::map<std::string, StoredTensor> table;
   for (const auto& [key, value] : tensors) {
     const auto name = key.cast<std::string>();
-    const auto [buffer, shape, type] = value.cast<std::tuple<py::buffer, std::vector<int64_t>, int32_t>>();
-    views->push_back(buffer.request());
-    const py::buffer_info& info = views->back();
-    if (info.ndim != 1 || info.itemsize != 1 || info.strides[0] != 1)
-      throw Invalid(name + ": the data is not a contiguous run of bytes");
+    const auto items = value.cast<py::tuple>();
+    if (items.size() != 3 && items.size() != 4) throw Invalid(name + ": expected (data, shape, type[, scales])");
+    const auto shape = items[1].cast<std::vector<int64_t>>();
+    const auto type = items[2].cast<int32_t>();
+    const auto hold = [&](const py::handle& buffer) {
+      views->push_back(buffer.cast<py::buffer>().request());
+      const py::buffer_info& held = views->back();
+      if (held.ndim != 1 || held.itemsize != 1 || held.strides[0] != 1)
+        throw Invalid(name + ": the data is not a contiguous run of bytes");
+      return std::span(static_cast<const uint8_t*>(held.ptr), static_cast<size_t>(held.size));
+    };
+    const std::span<const uint8_t> data = hold(items[0]);
     StoredTensor t;
     t.axes = static_cast<int64_t>(shape.size());
-    t.view = {info.ptr, 1, shape.empty() ? 1 : shape.back(), static_cast<DType>(type)};
+    t.view = {data.data(), 1, shape.empty() ? 1 : shape.back(), static_cast<DType>(type)};
     for (const int64_t n : shape)
       if (n < 1) throw Invalid(name + ": an axis of " + std::to_string(n));
     for (size_t i = 0; i + 1 < shape.size(); ++i)
       if (__builtin_mul_overflow(t.view.rows, shape[i], &t.view.rows)) throw Invalid(name + ": the shape overflows");
     const size_t row = row_bytes(t.view.type, t.view.cols);
     size_t need = 0;
-    if (__builtin_mul_overflow(row, static_cast<size_t>(t.view.rows), &need) || need != static_cast<size_t>(info.size))
-      throw Invalid(name + ": " + std::to_string(info.size) + " bytes, shape and type ask for " +
+    if (__builtin_mul_overflow(row, static_cast<size_t>(t.view.rows), &need) || need != data.size())
+      throw Invalid(name + ": " + std::to_string(data.size()) + " bytes, shape and type ask for " +
                     std::to_string(t.view.rows) + " rows of " + std::to_string(row));
+    if (has_scales(t.view.type) != (items.size() == 4))
+      throw Invalid(name + ": type " + dtype_name(t.view.type) +
+                    (items.size() == 4 ? " takes no scales" : " without scales"));
+    if (items.size() == 4) {
+      const std::span<const uint8_t> scales = hold(items[3]);
+      if (const int64_t n = scale_count(t.view.type, t.view.rows, t.view.cols);
+          n != static_cast<int64_t>(scales.size()))
+        throw Invalid(name + ": " + std::to_string(scales.size()) + " scales, the shape asks for " + std::to_string(n));
+      if (t.axes != 2) throw Invalid(name + ": scales beside a tensor of " + std::to_string(t.axes) + " axes");
+      t.view.scales = scales.data();
+    }
     table[name] = t;
   }
   auto loaded = std::make_shared<LoadedModel>();
@@ -314,6 +350,8 @@ void bind_engine(py::module_& m) {
       "row_bytes", [](int32_t type, int64_t cols) { return row_bytes(static_cast<DType>(type), cols); },
       py::arg("type"), py::arg("cols"));
   m.def("dtype_name", [](int32_t type) { return dtype_name(static_cast<DType>(type)); }, py::arg("type"));
+  m.def("plain_matrix", &plain_matrix, py::arg("type"), py::arg("rows"), py::arg("cols"), py::arg("data"),
+        py::arg("scales"));
   m.def("float_to_half", &float_to_half, py::arg("value"));
   m.def("half_to_float", &half_to_float, py::arg("half"));
   m.def("float_to_bf16", &float_to_bf16, py::arg("value"));

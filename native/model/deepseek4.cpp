@@ -18,6 +18,7 @@
 #include <numbers>
 
 #include "ops_latent.h"
+#include "quant/scaled.h"
 
 namespace ds4 {
 namespace {
@@ -98,7 +99,6 @@ Shape read_shape(HyperParams& p) {
     throw Unsupported("expert_gating_func " + std::to_string(f) + ", sqrt-softplus (4) is implemented");
   for (const char* key : {"expert_group_count", "expert_group_used_count"})
     if (p.integer_or(key, 0) > 1) throw Unsupported(std::string(key) + " above 1 is not implemented");
-  p.integer_or("embedding_length_out", 0);
   return s;
 }
 
@@ -171,6 +171,8 @@ class DeepSeek4 final : public Model {
       files_.push_back(read_layer(tensors, l));
       declare_state(l);
     }
+    for (const char* key : {"context_length", "feed_forward_length", "embedding_length_out", "nextn_predict_layers"})
+      params.ignore(key);  // advice, sizes of other families, and layers that only draft
     tensors.refuse_untaken();
     params.refuse_unread();
   }
@@ -202,7 +204,11 @@ class DeepSeek4 final : public Model {
     hc_fn_ = one(head_fn_), hc_base_ = one(head_base_), hc_scale_ = one(head_scale_);
     if (progress) progress(2, total);
     for (size_t l = 0; l < files_.size(); ++l) {
-      load_layer(files_[l]);
+      try {
+        load_layer(files_[l]);
+      } catch (const Invalid& e) {
+        throw Invalid("blk." + std::to_string(l) + ": " + e.what());
+      }
       if (progress) progress(3 + l, total);
     }
   }
@@ -282,6 +288,8 @@ class DeepSeek4 final : public Model {
     f.kv_norm = vector("attn_kv_a_norm.weight", s.head_dim);
     f.sinks = vector("attn_sinks.weight", s.heads);
     f.output_a = matrix("attn_output_a.weight", s.out_groups * s.out_rank, s.q() / s.out_groups);
+    if (f.output_a.scales && s.out_rank < 2)
+      throw Unsupported(prefix + "attn_output_a.weight: scales beside groups of one row");
     f.output_b = matrix("attn_output_b.weight", s.width, s.out_groups * s.out_rank);
     if (ratio != 0) {
       const int64_t dim = s.lanes(ratio) * s.head_dim;
@@ -323,10 +331,15 @@ class DeepSeek4 final : public Model {
   void check_table(const MatrixView& table, const std::string& name) const {
     if (table.type != DType::I32) throw Unsupported(name + ": expected type I32");
     const auto* ids = static_cast<const int32_t*>(table.data);
-    for (int64_t i = 0; i < table.rows * table.cols; ++i)
+    for (int64_t i = 0; i < table.rows * table.cols; ++i) {
       if (ids[i] < 0 || ids[i] >= shape_.experts)
         throw Invalid(name + ": entry " + std::to_string(i) + " is " + std::to_string(ids[i]) + ", there are " +
                       std::to_string(shape_.experts) + " experts");
+      for (int64_t j = i - i % table.cols; j < i; ++j)
+        if (ids[j] == ids[i])
+          throw Invalid(name + ": row " + std::to_string(i / table.cols) + " holds expert " + std::to_string(ids[i]) +
+                        " twice");
+    }
   }
 
   size_t declare(const std::string& name, StateKind kind, int64_t width, int64_t ratio, int64_t need) {
@@ -367,7 +380,11 @@ class DeepSeek4 final : public Model {
     return view.data ? keep(ops_->load({&view, 1}, use)) : nullptr;
   }
   std::unique_ptr<Weight> stack(const std::vector<MatrixView>& parts, WeightUse use = WeightUse::Linear) {
-    return parts.empty() ? nullptr : keep(ops_->load(parts, use));
+    return parts.empty() ? nullptr : keep(ops_->load(PlainViews(parts).views(), use));
+  }
+  // A matrix that the file may hold with scales beside it.
+  std::unique_ptr<Weight> scaled(const MatrixView& view) {
+    return view.data ? keep(ops_->load(PlainViews({&view, 1}).views(), WeightUse::Linear)) : nullptr;
   }
 
   void load_layer(const LayerFile& f) {
@@ -375,19 +392,21 @@ class DeepSeek4 final : public Model {
     w.hc_attn_fn = one(f.hc_attn_fn), w.hc_attn_base = one(f.hc_attn_base), w.hc_attn_scale = one(f.hc_attn_scale);
     w.hc_ffn_fn = one(f.hc_ffn_fn), w.hc_ffn_base = one(f.hc_ffn_base), w.hc_ffn_scale = one(f.hc_ffn_scale);
     w.attn_norm = one(f.attn_norm);
-    w.q_a = one(f.q_a), w.q_a_norm = one(f.q_a_norm), w.q_b = one(f.q_b);
-    w.kv = one(f.kv), w.kv_norm = one(f.kv_norm), w.sinks = one(f.sinks);
-    w.output_a = keep(latent_->load_grouped(f.output_a, shape_.out_groups)), w.output_b = one(f.output_b);
+    w.q_a = scaled(f.q_a), w.q_a_norm = one(f.q_a_norm), w.q_b = scaled(f.q_b);
+    w.kv = scaled(f.kv), w.kv_norm = one(f.kv_norm), w.sinks = one(f.sinks);
+    w.output_a = keep(latent_->load_grouped(PlainViews({&f.output_a, 1}).front(), shape_.out_groups));
+    w.output_b = scaled(f.output_b);
     w.compressor = stack(f.compressor);
     w.compressor_bias = one(f.compressor_bias), w.compressor_norm = one(f.compressor_norm);
-    w.index_q = one(f.index_q), w.index_weight = one(f.index_weight);
+    w.index_q = scaled(f.index_q), w.index_weight = one(f.index_weight);
     w.index_compressor = stack(f.index_compressor);
     w.index_bias = one(f.index_bias), w.index_norm = one(f.index_norm);
     w.ffn_norm = one(f.ffn_norm), w.router = one(f.router), w.router_bias = one(f.router_bias);
     if (f.router_table.data) w.router_table = keep(latent_->load_table(f.router_table));
-    w.experts_gate_up = keep(latent_->load_experts(f.experts_gate_up, shape_.experts, WeightUse::SwiGLU));
-    w.experts_down = keep(latent_->load_experts(f.experts_down, shape_.experts, WeightUse::Linear));
-    w.shared_gate_up = stack(f.shared_gate_up, WeightUse::SwiGLU), w.shared_down = one(f.shared_down);
+    w.experts_gate_up =
+        keep(latent_->load_experts(PlainViews(f.experts_gate_up).views(), shape_.experts, WeightUse::SwiGLU));
+    w.experts_down = keep(latent_->load_experts(PlainViews(f.experts_down).views(), shape_.experts, WeightUse::Linear));
+    w.shared_gate_up = stack(f.shared_gate_up, WeightUse::SwiGLU), w.shared_down = scaled(f.shared_down);
     layers_.push_back(std::move(w));
   }
 

@@ -12,6 +12,10 @@ const HyperValue* HyperParams::take(const std::string& key) {
 }
 
 void HyperParams::wrong(const std::string& key, const char* expected) const {
+  if (const auto it = values_.find(key);
+      it != values_.end() && (std::holds_alternative<std::vector<int64_t>>(it->second) ||
+                              std::holds_alternative<std::vector<double>>(it->second)))
+    throw Unsupported(key + ": one value per layer is not implemented");
   throw Invalid(key + (values_.contains(key) ? " is not " : " is missing: expected ") + expected);
 }
 

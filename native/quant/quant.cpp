@@ -20,6 +20,7 @@ const Format* find_format(DType type) {
   static constexpr Format f32{"F32", 1, 4}, f16{"F16", 1, 2}, bf16{"BF16", 1, 2}, i32{"I32", 1, 4};
   static constexpr Format q4_0{"Q4_0", 32, 18}, q4_1{"Q4_1", 32, 20}, q5_0{"Q5_0", 32, 22}, q5_1{"Q5_1", 32, 24};
   static constexpr Format q8_0{"Q8_0", 32, 34}, iq4_nl{"IQ4_NL", 32, 18}, mxfp4{"MXFP4", 32, 17};
+  static constexpr Format f8{"F8_E4M3", 1, 1}, f4{"F4", 2, 1};
   static constexpr Format q2_k{"Q2_K", 256, 84}, q3_k{"Q3_K", 256, 110}, q4_k{"Q4_K", 256, 144};
   static constexpr Format q5_k{"Q5_K", 256, 176}, q6_k{"Q6_K", 256, 210}, iq2_xxs{"IQ2_XXS", 256, 66};
   switch (type) {
@@ -57,6 +58,10 @@ const Format* find_format(DType type) {
       return &q6_k;
     case DType::IQ2_XXS:
       return &iq2_xxs;
+    case DType::F8_E4M3:
+      return &f8;
+    case DType::F4:
+      return &f4;
   }
   return nullptr;
 }
@@ -345,6 +350,8 @@ void dequantize_row(DType type, const void* row, float* out, int64_t n) {
     case DType::IQ2_XXS:
       return for_blocks(iq2_xxs, f, row, out, n);
     case DType::I32:
+    case DType::F8_E4M3:
+    case DType::F4:
       break;
   }
   throw Unsupported(std::string("element type ") + f.name + " has no conversion to f32");

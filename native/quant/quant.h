@@ -20,7 +20,8 @@ size_t row_bytes(DType type, int64_t cols);
 const char* dtype_name(DType type);
 
 // out[i] = element i of the row, i < n (a whole number of blocks), rounded once per operation as the format's
-// reference does: f32 products of the scales, no fused multiply-add. Throws Unsupported for I32.
+// reference does: f32 products of the scales, no fused multiply-add. Throws Unsupported for I32 and for
+// types with scales beside them.
 void dequantize_row(DType type, const void* row, float* out, int64_t n);
 
 // IEEE 754 binary16: exact widening (subnormals, infinities, NaN), and rounding to nearest even.

@@ -182,7 +182,7 @@ static ds4_json_error DS4_FN(scan_string)(const uint8_t* begin, const uint8_t* l
 }
 
 static inline const uint8_t* DS4_FN(skip_space)(const uint8_t* p) {
-  while (*p == ' ' || *p == '\n' || *p == '\r' || *p == '\t') ++p;
+  while (*p <= ' ' && (*p == ' ' || *p == '\n' || *p == '\r' || *p == '\t')) ++p;
   return p;
 }
 
@@ -244,7 +244,8 @@ static int DS4_FN(json_scan)(ds4_json_tape* t) {
 value:
   ++steps;
   if (capacity - n < 4) {
-    const int64_t more = capacity + capacity / 2 + 64;
+    // Requests have about one word for every 32 bytes.
+    const int64_t more = capacity + capacity / 2 + (capacity == 0 ? t->size / 32 : 0) + 64;
     uint64_t* grown = (uint64_t*)realloc(words, (size_t)more * sizeof *words);
     if (grown == NULL) {
       fault = p;
