@@ -15,8 +15,9 @@ TESTED  = $(VENV)/.test-deps
 
 help:
 	@echo "make serve          build, fetch the demo model, start ds4-server on $(HOST):$(PORT) with $(SLOTS) slots"
-	@echo "make test           build, lint, run the tests"
+	@echo "make test           build, lint, run the tests, the fuzz targets and the sanitized tests"
 	@echo "make test-sanitize  the native and Cython tests under ASan and UBSan"
+	@echo "make fuzz           the fuzz targets, FUZZ_SECONDS=60 in all"
 	@echo "make clean          remove .venv and build products"
 
 $(BIN)/python:
@@ -45,6 +46,20 @@ lint: $(TESTED)
 
 test: lint
 	$(BIN)/pytest
+	$(MAKE) fuzz test-sanitize
+
+fuzz: $(TESTED)
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+
+$(SANITIZED)/.built: $(TESTED) $(SOURCES)
+	DS4_SANITIZE=address,undefined $(BIN)/python setup.py -q build --build-base build/sanitize-objects \
+	  --build-lib $(SANITIZED)
+	@touch $@
+
+test-sanitize: $(SANITIZED)/.built
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	PYTHONPATH=$(SANITIZED) $(BIN)/pytest -p no:cacheprovider -m "not slow" $(SAN_TESTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ds4/*.so ds4/_*.c ds4/_*.cpp
