@@ -73,7 +73,8 @@ class Engine:
         self._handle: ModelHandle | None = handle
         self._tokenizer = tokenizer
         self._plan = plan
-        self._vocab = handle.native.vocab
+        # Models pad their vocabulary with rows that no text spells: those are never drawn.
+        self._vocab = min(handle.native.vocab, tokenizer.vocab_size if tokenizer else handle.native.vocab)
         self._info = ModelInfo(
             id=file.id,
             name=file.name,
@@ -215,7 +216,7 @@ class Engine:
         try:
             session.sync(tokens)
             sampler.observe(tokens, prompt=True)
-            token: int | None = sampler.sample(session.logits())[0] if max_tokens > 0 else None
+            token: int | None = sampler.sample(session.logits()[: self._vocab])[0] if max_tokens > 0 else None
             for made in range(max_tokens):
                 if token is None or token < 0 or token in tokenizer.eos_ids:
                     break

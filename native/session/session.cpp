@@ -189,7 +189,8 @@ void check_step(const LoadedModel& model, std::span<const StepRow> rows, auto&& 
     check_ids(row.tokens, vocab);
     const auto need = tokens_of(row) + static_cast<int64_t>(row.tokens.size());
     if (need > row.session->ctx()) throw ContextLength(need, row.session->ctx());
-    if (row.sampler && row.sampler->vocab() != vocab)
+    // A sampler may know fewer tokens: models pad their vocabulary with rows that no text spells.
+    if (row.sampler && row.sampler->vocab() > vocab)
       throw Invalid("a sampler for " + std::to_string(row.sampler->vocab()) + " tokens, the vocabulary has " +
                     std::to_string(vocab));
     seen.push_back(row.session);
@@ -254,7 +255,8 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
         ops.to_host(one, to.data());
         values = to.data();
       }
-      if (row.sampler) row.sampled = row.sampler->sample({values, static_cast<size_t>(vocab)}, &row.logprobs);
+      if (row.sampler)
+        row.sampled = row.sampler->sample({values, static_cast<size_t>(row.sampler->vocab())}, &row.logprobs);
     }
     for (const StepRow& row : rows) {
       const auto n = static_cast<int64_t>(row.session->tokens_.size());
