@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds4.errors import ClientDisconnected, RequestError
-from ds4.server.api import chat, completions, messages, models
+from ds4.server.api import chat, completions, messages, models, responses
 from ds4.server.api.errors import Shape, anthropic_error, openai_error, status_error, wire_error
 from ds4.server.http import Refusal
 
@@ -44,6 +44,8 @@ async def hello(service: Service, request: Request, responder: Responder) -> Non
 ROUTES = (
     Route("POST", "/chat/completions", chat.chat_completions),
     Route("POST", "/completions", completions.completions),
+    Route("POST", "/responses", responses.responses),
+    Route("POST", "/responses/input_tokens", responses.input_tokens),
     Route("POST", "/messages", messages.messages, anthropic_error),
     Route("POST", "/messages/count_tokens", messages.count_tokens, anthropic_error),
     Route("POST", "/apply-template", chat.apply_template),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -18,6 +17,7 @@ from ds4.errors import EngineError
 from ds4.testing import Script, ScriptedEngine
 from tests.support.api import NamedEvent, anthropic_sdk, check_stream, named_events, openai_error, parse_events
 from tests.support.running_server import RunningServer, Serve
+from tests.support.thinking import thinking_server
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 TOOL = {
@@ -233,22 +233,6 @@ def test_stream_equals_whole(serve: Serve, text: str) -> None:
     assert start["content"] == [] and start["stop_reason"] is None
     assert {**start["usage"], "output_tokens": 0} == {**last["usage"], "output_tokens": 0}
     assert start["id"].startswith("msg_")
-
-
-def thinking_server(serve: Serve, *scripts: Any, **fields: Any) -> RunningServer:
-    """A server whose prompts end inside a reasoning block, as those of reasoning models do."""
-    server = serve(*scripts, **fields)
-    preparer = server.app._service.preparer
-    render = preparer.renderer.render
-
-    class Renderer:
-        syntax = "qwen"
-
-        def render(self, conversation: Any) -> Any:
-            return replace(render(conversation), thinking=conversation.effort != "none")
-
-    preparer.renderer = Renderer()
-    return server
 
 
 def test_thinking_blocks(serve: Serve) -> None:

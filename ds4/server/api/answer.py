@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ds4.errors import ClientDisconnected
+from ds4.prompt.types import Message
 from ds4.server.api.errors import WireError, failed_error, wire_error
 from ds4.server.bridge import Pending
 from ds4.server.sse import EventStream
@@ -57,6 +58,15 @@ class Collected:
     reasoning: str = ""
     calls: list[CollectedCall] = field(default_factory=list)
     tokens: list[SampledToken] = field(default_factory=list)
+
+
+CallFinished = Callable[[str, bytes], None]
+"""Told the id that the client gets for a call, and the exact block that the call was sampled in."""
+
+TurnFinished = Callable[[Message], None]
+"""Told the whole answer, as it will stand in the history."""
+
+TokenBytes = Callable[[int], bytes]
 
 
 class Answer(Protocol):

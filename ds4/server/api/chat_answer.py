@@ -6,14 +6,14 @@ Shapes are those of OpenAI's API reference (chat completion object, chat complet
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds4._json import dumps, sse_chunk
-from ds4.server.api.answer import Collected
+from ds4.server.api.answer import CallFinished, Collected, TokenBytes
 from ds4.server.api.errors import WireError, openai_error
+from ds4.server.api.ids import new_call_id, new_id
 from ds4.server.api.usage import finite_logprob, openai_usage, total
 from ds4.server.sse import COMMENT, DONE
 from ds4.server.types import (
@@ -26,10 +26,6 @@ from ds4.server.types import (
     ToolCallEnd,
     ToolCallStart,
 )
-
-TokenBytes = Callable[[int], bytes]
-CallFinished = Callable[[str, bytes], None]
-"""Told the id that the client gets for a call, and the exact block that the call was sampled in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +41,7 @@ class ChatStyle:
 
 
 def new_style(model: str, *, include_usage: bool, timings: bool, logprobs: bool) -> ChatStyle:
-    return ChatStyle(f"chatcmpl-{secrets.token_hex(12)}", model, int(time.time()), include_usage, timings, logprobs)
-
-
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(16)}"
+    return ChatStyle(new_id("chatcmpl", "-"), model, int(time.time()), include_usage, timings, logprobs)
 
 
 def token_logprobs(sampled: SampledToken, token_bytes: TokenBytes) -> dict[str, object]:

@@ -7,19 +7,17 @@ always had: parallel lists, the best tokens as an object, offsets in characters 
 from __future__ import annotations
 
 import codecs
-import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds4._json import dumps, sse_chunk
-from ds4.server.api.answer import Collected
+from ds4.server.api.answer import Collected, TokenBytes
 from ds4.server.api.errors import WireError, openai_error
+from ds4.server.api.ids import new_id
 from ds4.server.api.usage import finite_logprob, openai_usage, total
 from ds4.server.sse import COMMENT, DONE
 from ds4.server.types import ContentDelta, Event, Finish, SampledToken
-
-TokenBytes = Callable[[int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,7 @@ class CompletionsStyle:
 
 
 def new_style(model: str, *, include_usage: bool, timings: bool, logprobs: bool, per_prompt: int) -> CompletionsStyle:
-    id = f"cmpl-{secrets.token_hex(12)}"
-    return CompletionsStyle(id, model, int(time.time()), include_usage, timings, logprobs, per_prompt)
+    return CompletionsStyle(new_id("cmpl", "-"), model, int(time.time()), include_usage, timings, logprobs, per_prompt)
 
 
 class Logprobs:

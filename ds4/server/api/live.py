@@ -10,10 +10,11 @@ recently go first. A client whose turn is gone is told so and replays the histor
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from ds4.prompt.types import Message, Tool
+from ds4.server.api.responses_tools import ToolForm
 
 MAX_TURNS = 1024
 MAX_CHARACTERS = 64 * 2**20
@@ -26,6 +27,8 @@ class LiveTurn:
     system: str | None
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
+    forms: Mapping[str, ToolForm] = field(default_factory=dict)
+    """In which form calls of the tools come back, where the dialect has several."""
 
     @property
     def characters(self) -> int:

@@ -18,8 +18,9 @@ from ds4.server.api import common, fields
 from ds4.server.api.answer import send
 from ds4.server.api.content import NO_IMAGES, arguments_text, part_text, result_text, text_of
 from ds4.server.api.fields import FieldTable
+from ds4.server.api.ids import new_id
 from ds4.server.api.live import LiveTurn, LiveTurns
-from ds4.server.api.messages_answer import MessagesAnswer, new_message_id
+from ds4.server.api.messages_answer import MessagesAnswer
 from ds4.server.api.prepare import Limits, Preparer
 from ds4.server.api.tools import anthropic_tools, tools_offered
 
@@ -225,7 +226,7 @@ async def messages(service: Service, request: Request, responder: Responder) -> 
     timings = body.get_bool("timings", False) or service.config.timings
     service.unknown.note(FIELDS.where, unused)
     prompt = await service.prompt(wanted.conversation)
-    id = new_message_id()
+    id = new_id("msg")
     model = body.get_str("model", service.model_id)
     job = service.preparer.request(
         id,

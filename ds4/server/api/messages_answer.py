@@ -10,14 +10,14 @@ longer than a keep-alive's interval gets it before, with the whole prompt as not
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ds4._json import dumps, parse, sse_chunk
 from ds4.prompt.types import Message, ToolCall
-from ds4.server.api.answer import Collected
+from ds4.server.api.answer import CallFinished, Collected, TurnFinished
 from ds4.server.api.errors import WireError, anthropic_error, anthropic_object
+from ds4.server.api.ids import new_call_id
 from ds4.server.api.usage import messages_usage, timing_numbers
 from ds4.server.sse import frame
 from ds4.server.types import (
@@ -35,21 +35,7 @@ PING = frame(b'{"type":"ping"}', "ping")
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
-CallFinished = Callable[[str, bytes], None]
-"""Told the id that the client gets for a call, and the exact block that the call was sampled in."""
-
-TurnFinished = Callable[[Message], None]
-"""Told the whole answer, as it will stand in the history."""
-
 Kind = Literal["text", "thinking", "tool_use"]
-
-
-def new_message_id() -> str:
-    return f"msg_{secrets.token_hex(12)}"
-
-
-def new_tool_use_id() -> str:
-    return f"toolu_{secrets.token_hex(16)}"
 
 
 class MessagesAnswer:
@@ -112,7 +98,7 @@ class MessagesAnswer:
                 self._calls[event.index][2].append(event.arguments)
                 return sse_chunk(self._delta, event.arguments, self._delta_end)
             case ToolCallStart():
-                call_id = new_tool_use_id()
+                call_id = new_call_id("toolu")
                 self._calls.append((call_id, event.name, []))
                 block: dict[str, object] = {"type": "tool_use", "id": call_id, "name": event.name, "input": {}}
                 return self._close() + self._block("tool_use", block, "input_json_delta", "partial_json")
@@ -187,7 +173,7 @@ class MessagesAnswer:
             content.append({"type": "text", "text": answer.content})
         calls: list[ToolCall] = []
         for call in answer.calls:
-            call_id = new_tool_use_id()
+            call_id = new_call_id("toolu")
             self._call_finished(call_id, call.raw)
             calls.append(ToolCall(call_id, call.name, call.arguments))
             arguments = parse(call.arguments.encode())

@@ -1,0 +1,148 @@
+"""Tools of Responses, and the form in which a call of each must come back.
+
+The model knows functions only: each tool is declared to it as one. Clients execute a call only in the form of its
+tool, so every declared name keeps its form:
+
+    function      {"type": "function", name, parameters}           function_call
+    namespace     {"type": "namespace", name, tools: [...]}        the same, with `namespace` beside the bare name
+    custom        {"type": "custom", name, format}                 custom_tool_call, whose input is raw text
+    tool_search   {"type": "tool_search"}                          tool_search_call
+
+Inside a namespace the model sees both names as one, without separator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ds4._json import JSONError, Node, dumps, parse
+from ds4.prompt.types import Tool
+from ds4.server.api.common import required
+
+Kind = Literal["function", "custom", "tool_search"]
+
+TOOL_SEARCH = "tool_search"
+INPUT = "input"
+"""The one parameter that a custom tool is declared with."""
+
+_NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """How a call comes back: `name` is what the client calls the tool."""
+
+    kind: Kind
+    name: str
+    namespace: str | None = None
+
+
+class ToolTable:
+    """The tools of one request: declarations for the model, forms for the answer."""
+
+    def __init__(self) -> None:
+        self._tools: dict[str, Tool] = {}
+        self._forms: dict[str, ToolForm] = {}
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return tuple(self._tools.values())
+
+    @property
+    def forms(self) -> Mapping[str, ToolForm]:
+        return self._forms
+
+    def form(self, name: str) -> ToolForm:
+        """The form of a call that the model made. A bare name counts when only one namespace has it."""
+        found = self._forms.get(name)
+        if found is not None:
+            return found
+        same = [form for form in self._forms.values() if form.name == name]
+        return same[0] if len(same) == 1 else ToolForm("function", name)
+
+    def add(self, array: Node | None, unused: list[str]) -> None:
+        """Takes a `tools` array. What only the vendor can run is left out and named in `unused`."""
+        for item in array or ():
+            kind = item.as_object().get_str("type", "function")
+            if kind == "namespace":
+                namespace = required(item, "name").as_str()
+                for member in item.get_array("tools") or ():
+                    self._add(member, member.as_object().get_str("type", "function"), namespace, unused)
+            else:
+                self._add(item, kind, None, unused)
+
+    def restore(self, tools: tuple[Tool, ...], forms: Mapping[str, ToolForm]) -> None:
+        """Takes the tools of a former turn that this request does not declare itself."""
+        for tool in tools:
+            self._put(tool, forms.get(tool.name, ToolForm("function", tool.name)))
+
+    def _add(self, item: Node, kind: str, namespace: str | None, unused: list[str]) -> None:
+        if kind == "function":
+            name = _name(item)
+            tool = Tool(name, item.canonical()) if namespace is None else _member(item, namespace + name)
+            self._put(tool, ToolForm("function", name, namespace))
+        elif kind == "custom":
+            name = _name(item)
+            self._put(_custom(item, (namespace or "") + name), ToolForm("custom", name, namespace))
+        elif kind == TOOL_SEARCH and item.get_str("execution", "client") == "client":
+            self._put(_tool_search(item), ToolForm("tool_search", TOOL_SEARCH))
+        else:
+            unused.append(f"tools.{kind[:40]}")
+
+    def _put(self, tool: Tool, form: ToolForm) -> None:
+        if tool.name not in self._tools:
+            self._tools[tool.name] = tool
+            self._forms[tool.name] = form
+
+
+def _name(item: Node) -> str:
+    name = required(item, "name").as_str()
+    if not name:
+        raise item["name"].error("Expected a name, got an empty string")
+    return name
+
+
+def _declared(name: str, description: str, parameters: object) -> Tool:
+    text = parse(dumps({"name": name, "description": description, "parameters": parameters})).canonical()
+    return Tool(name, text)
+
+
+def _member(item: Node, name: str) -> Tool:
+    parameters = item.get("parameters") or item.get("input_schema") or _NO_PARAMETERS
+    return _declared(name, item.get_str("description", ""), parameters)
+
+
+def _custom(item: Node, name: str) -> Tool:
+    """A custom tool as a function of one text; a grammar for the text stands in the parameter's description."""
+    parameter: dict[str, object] = {"type": "string"}
+    form = item.get_object("format")
+    if form is not None and form.get_str("type") == "grammar":
+        grammar = form.get_object("grammar") or form
+        syntax, definition = grammar.get_str("syntax", ""), grammar.get_str("definition", "")
+        parameter["description"] = f"Text by this {syntax} grammar:\n{definition}"
+    parameters = {"type": "object", "properties": {INPUT: parameter}, "required": [INPUT]}
+    return _declared(name, item.get_str("description", ""), parameters)
+
+
+def _tool_search(item: Node) -> Tool:
+    description = item.get_str("description", "Search available tools.")
+    return _declared(TOOL_SEARCH, description, item.get("parameters") or _NO_PARAMETERS)
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments that stand for a custom tool's input."""
+    return dumps({INPUT: text}).decode()
+
+
+def custom_input(arguments: str) -> str:
+    """The input in the arguments of a custom tool's call: the parameter's text, or all there is."""
+    try:
+        members = parse(arguments.encode()).as_object().items()
+    except JSONError:
+        return arguments
+    chosen = [value for name, value in members if name == INPUT] or [value for _, value in members]
+    if len(chosen) == 1 and chosen[0].kind == "str":
+        return chosen[0].as_str()
+    return arguments
