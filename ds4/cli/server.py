@@ -27,13 +27,100 @@ from ds4.engine.types import EngineConfig, SamplingParams
 from ds4.errors import ConfigError, Ds4Error
 from ds4.prompt.registry import TEMPLATES
 from ds4.server.config import ServerConfig
+from ds4.server.kvpolicy import KvConfig
 
 PROGRAM = "ds4-server"
 
 _INTRO = """Serves a local model to OpenAI-compatible clients: /v1/chat/completions, /v1/models, /health, /metrics,
 /slots, /tokenize, /detokenize, /apply-template. With no --model it serves a small demo model."""
 
-TOPICS = {"runtime": "Model and engine", "api": "HTTP and API", "sampling": "Sampling defaults of requests"}
+TOPICS = {
+    "runtime": "Model and engine",
+    "api": "HTTP and API",
+    "kv-cache": "Checkpoints on disk",
+    "sampling": "Sampling defaults of requests",
+}
+
+KV_FLAGS = (
+    Flag(
+        ("--kv-disk-dir",),
+        "kv_directory",
+        "keep checkpoints of sessions in this directory",
+        "DIR",
+        path,
+        None,
+        "kv-cache",
+        shown="none are kept",
+    ),
+    Flag(
+        ("--kv-cache-budget-mb", "--kv-disk-space-mb"),
+        "kv_budget_mib",
+        "most space for checkpoints, in MiB",
+        "N",
+        integer(0, 1 << 30),
+        4096,
+        "kv-cache",
+    ),
+    Flag(
+        ("--kv-disk-read-only",),
+        "kv_read_only",
+        "use the checkpoints of another server's directory, write none",
+        default=False,
+        topic="kv-cache",
+    ),
+    Flag(
+        ("--kv-cache-min-tokens",),
+        "kv_min_tokens",
+        "shorter sessions are neither stored nor loaded",
+        "N",
+        integer(1, 1 << 30),
+        512,
+        "kv-cache",
+    ),
+    Flag(
+        ("--kv-cache-cold-max-tokens",),
+        "kv_cold_max",
+        "longest new prompt that is stored before its answer; 0: none",
+        "N",
+        integer(0, 1 << 30),
+        30000,
+        "kv-cache",
+    ),
+    Flag(
+        ("--kv-cache-continued-interval-tokens",),
+        "kv_continued_interval",
+        "store a growing session about this often; 0: never",
+        "N",
+        integer(0, 1 << 30),
+        10000,
+        "kv-cache",
+    ),
+    Flag(
+        ("--kv-cache-boundary-trim-tokens",),
+        "kv_boundary_trim",
+        "tokens at the end of a prompt that are not stored",
+        "N",
+        integer(0, 1 << 30),
+        32,
+        "kv-cache",
+    ),
+    Flag(
+        ("--kv-cache-boundary-align-tokens",),
+        "kv_boundary_align",
+        "store multiples of this many tokens; 0: any number",
+        "N",
+        integer(0, 1 << 30),
+        2048,
+        "kv-cache",
+    ),
+    Flag(
+        ("--kv-cache-reject-different-quant",),
+        "kv_reject_quant",
+        "always so: checkpoints of other weights are never used",
+        default=True,
+        topic="kv-cache",
+    ),
+)
 
 SERVER_FLAGS = (
     *ENGINE_FLAGS,
@@ -127,6 +214,7 @@ SERVER_FLAGS = (
         30.0,
         "api",
     ),
+    *KV_FLAGS,
     *SAMPLING_FLAGS,
 )
 
@@ -146,7 +234,9 @@ def read_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig
     key_file: Path | None = values.pop("api_key_file")
     if key_file is not None:
         values["api_keys"] = (*values["api_keys"], *_read_keys(key_file))
+    kv = _kv_config(values)
     return ServerConfig(
+        kv=kv,
         engine=EngineConfig(**_taken(values, EngineConfig)),
         sampling=SamplingParams(**_taken(values, SamplingParams)),
         **values,
@@ -156,6 +246,17 @@ def read_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig
 def _taken(values: dict[str, Any], target: type[Any]) -> dict[str, Any]:
     """The values that are fields of a dataclass, removed from `values`."""
     return {field.name: values.pop(field.name) for field in fields(target) if field.name in values}
+
+
+def _kv_config(values: dict[str, Any]) -> KvConfig | None:
+    """Takes the checkpoint flags out of `values`."""
+    taken = {name.removeprefix("kv_"): values.pop(name) for name in list(values) if name.startswith("kv_")}
+    if not taken.pop("reject_quant"):
+        raise ConfigError("--kv-cache-reject-different-quant: cannot be off, expected 1")
+    # 0 is the default too, as in older command lines.
+    budget = (taken.pop("budget_mib") or 4096) << 20
+    directory: Path | None = taken.pop("directory")
+    return None if directory is None else KvConfig(directory, budget, **taken)
 
 
 def _read_keys(file: Path) -> tuple[str, ...]:

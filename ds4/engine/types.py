@@ -175,6 +175,9 @@ class SessionLike(Protocol):
     def logits(self) -> npt.NDArray[np.float32]:
         """Logits after the last token, [vocab] float32 copy. Raises SessionInvalidError when there are none."""
 
+    def payload_bytes(self) -> int:
+        """Bytes that `save` writes."""
+
     def save(self, file: BinaryIO) -> int:
         """Writes the payload, returns its bytes."""
 
@@ -220,6 +223,10 @@ class EngineLike(Protocol):
     @property
     def backend_name(self) -> str:
         """The backend with its instruction set and threads, for people."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the weights: saved sessions of other weights are of no use."""
 
     def new_session(self, ctx: int | None = None) -> SessionLike: ...
     def new_sampler(self, params: SamplingParams) -> SamplerLike: ...

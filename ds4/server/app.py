@@ -15,15 +15,20 @@ from pathlib import Path
 
 from ds4.engine.types import EngineLike
 from ds4.errors import Ds4Error
+from ds4.prompt.registry import syntax_of
 from ds4.server.api.service import Service
 from ds4.server.bridge import Bridge
+from ds4.server.checkpoints import Checkpoints
 from ds4.server.config import ServerConfig
 from ds4.server.engine_thread import EngineThread
 from ds4.server.http import HttpServer, Limits
+from ds4.server.keys import markers_of
+from ds4.server.kvstore import KvStore
 from ds4.server.log import HttpLog
 from ds4.server.metrics import Metrics
 from ds4.server.routes import Router
 from ds4.server.scheduler import Scheduler, SchedulerConfig
+from ds4.server.tool_memory import ToolMemory
 
 log = logging.getLogger("ds4.server")
 
@@ -72,6 +77,8 @@ class App:
     async def start(self) -> None:
         """Starts the engine thread and listens. Raises BindError, ConfigError."""
         config = self.config
+        tool_memory = ToolMemory(max_ids=config.tool_memory_ids, enabled=config.exact_tool_replay)
+        self._store = self._open_store(tool_memory)
         bridge = Bridge(asyncio.get_running_loop())
         metrics = Metrics(config.engine.slots)
         self._scheduler = Scheduler(
@@ -83,10 +90,13 @@ class App:
                 mixed_prefill_quantum=min(config.mixed_prefill_quantum, config.engine.prefill_chunk),
             ),
             bridge.deliver,
+            checkpoints=self._checkpoints(),
             observer=metrics,
         )
         bridge.connect(self._scheduler)
-        self._service = Service(self.engine, config, self._scheduler, bridge, metrics)
+        self._service = Service(
+            self.engine, config, self._scheduler, bridge, metrics, tool_memory=tool_memory, store=self._store
+        )
         router = Router(self._service)
         self._http = HttpServer(
             router.handle,
@@ -100,9 +110,28 @@ class App:
         try:
             await self._http.start(config.host, config.port)
         except OSError as error:
+            if self._store is not None:
+                self._store.close()
             raise BindError(f"cannot listen on {config.host}:{config.port}: {_reason(error)}") from None
         self._thread = EngineThread(self.engine, self._scheduler)
         self._thread.start()
+
+    def _open_store(self, tool_memory: ToolMemory) -> KvStore | None:
+        """The disk cache where one is asked for. A directory that cannot be used costs speed, not the server."""
+        kv = self.config.kv
+        if kv is None:
+            return None
+        try:
+            return KvStore(kv, self.engine, tool_memory=tool_memory if self.config.exact_tool_replay else None)
+        except OSError as error:
+            log.error("kv cache disabled: %s: %s", kv.directory, _reason(error))
+            return None
+
+    def _checkpoints(self) -> Checkpoints | None:
+        if self._store is None:
+            return None
+        renderer = syntax_of(self.engine.info).make(self.engine.info)
+        return Checkpoints(self._store, self.engine.tokenizer, markers_of(renderer, self.engine.tokenizer))
 
     async def serve(self) -> None:
         """Serves until `request_stop`, then drains: what runs gets `drain_seconds`, what waits is refused."""
@@ -114,7 +143,9 @@ class App:
         # The engine tells the generations that are out of time; their handlers need a moment to pass it on.
         await self._http.wait_closed(grace + 2.0)
         self._service.keepalive.stop()
-        if not await asyncio.to_thread(self._thread.join, 10.0):
+        # What is resident is written to disk first, however much it is.
+        patience = 10.0 if self._store is None else None
+        if not await asyncio.to_thread(self._thread.join, patience):
             log.error("the engine thread did not stop")
 
     def request_stop(self) -> None:
@@ -152,6 +183,8 @@ class App:
             f"= {plan.total / _GIB:.2f} GiB of {plan.available_bytes / _GIB:.2f} GiB available",
         ]
         lines.append(f"backend {self.engine.backend_name}, of this process in huge pages: {_huge_pages()}")
+        if self._store is not None:
+            lines.append(self._store.describe())
         if ctx > info.ctx_train:
             lines.append(f"warning: the model was trained on {info.ctx_train} tokens; beyond them it talks nonsense")
         if not config.loopback and not config.api_keys:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ds4.engine.types import EngineConfig, SamplingParams
+from ds4.server.kvpolicy import KvConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class ServerConfig:
     `sampling` holds the values of fields that a request leaves out; `max_output_tokens` likewise, and both are
     bounded by the context. `alias` is the model id shown to clients instead of the model's own.
     `keepalive_seconds` is the longest silence of a stream that waits; `drain_seconds` what running requests get at
-    shutdown.
+    shutdown. `kv` None: no checkpoints on disk.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -36,6 +37,7 @@ class ServerConfig:
     template: str = "ds4"
     keepalive_seconds: float = 5.0
     drain_seconds: float = 30.0
+    kv: KvConfig | None = None
     log_format: Literal["text", "json"] = "text"
 
     @property

@@ -37,7 +37,7 @@ class EngineThread:
                 run_once(self._engine, scheduler)
             except Exception as error:
                 scheduler.abort(error)
-        scheduler.slots.close()
+        scheduler.close()
 
 
 def run_once(engine: EngineLike, scheduler: Scheduler) -> bool:

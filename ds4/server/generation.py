@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from ds4 import _core, _dsml
 from ds4.engine.types import Row, RowResult, SamplerLike
 from ds4.errors import EngineError
-from ds4.server.reuse import Query, Reuse
+from ds4.server.keys import key_of_tokens
+from ds4.server.reuse import LiveText, Query, Reuse
 from ds4.server.types import (
     ContentDelta,
     Event,
+    Failed,
     Finish,
     FinishReason,
     GenerationRequest,
@@ -67,6 +69,15 @@ class Job:
         return self.query.prompt
 
 
+class Restoring:
+    """A load on its way. `over` is how the generation ends when it is over, None: it goes on."""
+
+    __slots__ = ("over",)
+
+    def __init__(self) -> None:
+        self.over: Finish | Failed | None = None
+
+
 _TRANSLATE: dict[type, Callable[[Any], Event]] = {
     _dsml.ReasoningDelta: lambda e: ReasoningDelta(e.text),
     _dsml.ContentDelta: lambda e: ContentDelta(e.text),
@@ -81,8 +92,8 @@ class Generation:
 
     __slots__ = (
         "_created", "_eos", "_evaluated", "_first_token", "_greedy", "_matcher", "_parser",
-        "_reasoning_tokens", "_stop", "_token_bytes", "assigned", "begun", "completion_tokens", "job",
-        "last_token_time", "next_token", "position", "reuse", "sampler", "slot",
+        "_reasoning_tokens", "_stop", "_token_bytes", "_tokenizer", "assigned", "begun", "cold", "completion_tokens",
+        "frontiers", "job", "last_token_time", "next_token", "position", "restoring", "reuse", "sampler", "slot",
     )  # fmt: skip
 
     def __init__(self, job: Job, slot: Slot, reuse: Reuse, engine: EngineLike, now: float) -> None:
@@ -94,6 +105,12 @@ class Generation:
         self.position = reuse.tokens
         """Prompt tokens that the session holds."""
         self.begun = False
+        self.restoring: Restoring | None = None
+        """A checkpoint is being loaded into the session, which nobody else may touch."""
+        self.cold = 0
+        """Where this prompt is to be stored before anything is generated; 0: nowhere."""
+        self.frontiers: list[int] = []
+        """Where chunks of the prompt have to end, nearest last."""
         self.next_token: int | None = None
         """The token drawn last, to be evaluated in the next step; None during prefill."""
         self.completion_tokens = 0
@@ -105,6 +122,7 @@ class Generation:
         if request.sampling.repetition_penalty != 1.0:
             self.sampler.observe(request.prompt_tokens, prompt=True)
         self._eos = frozenset(tokenizer.eos_ids)
+        self._tokenizer = tokenizer
         self._token_bytes: Callable[[int], bytes] = tokenizer.token_bytes
         self._matcher = _core.StopMatcher(request.stop) if request.stop else None
         self._parser = _dsml.Parser(
@@ -127,12 +145,44 @@ class Generation:
     def prefilling(self) -> bool:
         return self.next_token is None
 
+    @property
+    def in_tool_call(self) -> bool:
+        return self._parser.greedy or self._parser.calls > 0
+
+    def settle(self, reuse: Reuse, query: Query) -> None:
+        """The session holds `reuse.tokens` tokens, and `query.prompt` is what it goes on with."""
+        self.reuse = reuse
+        self.position = reuse.tokens
+        self.job.query = query
+
     def start(self, reuse: Reuse) -> Started:
         """The first chunk is about to be evaluated; `reuse` is final."""
         self.reuse = reuse
         self.position = reuse.tokens
         self.begun = True
-        return Started(self.slot.index, reuse.kind, self.prompt_tokens, reuse.tokens)
+        return Started(self.slot.index, reuse.kind, self._asked, self._cached)
+
+    @property
+    def _asked(self) -> int:
+        """Tokens of the prompt as the client counts them: without hidden state that goes on in its place."""
+        return len(self.job.request.prompt_tokens)
+
+    @property
+    def _cached(self) -> int:
+        return max(0, self._asked - (self.prompt_tokens - self.reuse.tokens))
+
+    def live_text(self) -> LiveText | None:
+        """The key of what the session holds: the prompt's and what was drawn and evaluated. None during prefill."""
+        key, prompt = self.job.query.key, self.prompt_tokens
+        live = self.slot.session.n_tokens
+        if not key or self.position < prompt or live < prompt:
+            return None
+        drawn = key_of_tokens(self._tokenizer, self.slot.session.tokens[prompt:].tolist())
+        return None if drawn is None else LiveText(key + drawn, live)
+
+    def chunk_end(self, end: int) -> int:
+        """`end`, or a place before it where the session has to stop for a checkpoint."""
+        return min(end, self.frontiers[-1]) if self.frontiers else end
 
     def prefill_row(self, end: int) -> Row:
         """The chunk from `position` to `end`; the last one draws the first token, unless none is wanted."""
@@ -230,14 +280,14 @@ class Generation:
         events.append(self._finish(reason, now, error if reason == "error" else None))
 
     def _finish(self, reason: FinishReason, now: float, error: str | None = None) -> Finish:
-        cached = self.reuse.tokens
+        cached = self._cached
         evaluated = self._evaluated or now
         decoding_since = self._first_token or now
         return Finish(
             reason,
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=self._asked,
             cached_tokens=cached,
-            cache_write_tokens=max(0, self.position - cached),
+            cache_write_tokens=min(self._asked, max(0, self.position - self.reuse.tokens)),
             completion_tokens=self.completion_tokens,
             reasoning_tokens=self._reasoning_tokens,
             stop=self._stop,

@@ -10,23 +10,38 @@ state must beat the others by its `margin`, or it is not worth the copy.
     tier            keeps                                    the slot's session
     memory-token    all live tokens, a prefix of the prompt  grows
     memory-rewind   the common prefix                        is cut, where its family can
+    memory-text     all live tokens: their text is a prefix  grows
     fork            the common prefix with another slot      becomes a copy of that slot's, cut
+    disk-text       a checkpoint: its text is a prefix       is loaded (`ds4.server.kvstore`)
     none            nothing                                  is cleared
+
+Where text decided, the kept tokens need not be those that the whole prompt is encoded to: the model drew them itself,
+or hidden reasoning stands between them. `settle` then makes the prompt anew: the kept tokens, then the rest of the
+text, encoded.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from ds4.errors import CheckpointError
+from ds4.server.keys import tokens_of_key
+
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
+    from ds4.engine.tokenizer import Tokenizer
+    from ds4.server.kvdir import Entry
+    from ds4.server.kvstore import KvStore
     from ds4.server.slots import Slot
 
+NEAR = 32
+"""Tokens that are evaluated again rather than kept in another division of the same text than the prompt's own."""
 
 log = logging.getLogger("ds4.reuse")
 
@@ -35,14 +50,17 @@ log = logging.getLogger("ds4.reuse")
 class Reuse:
     """`tokens` leading tokens of the prompt that need no evaluation, by tier `kind`; `source` is forked from.
 
-    `tokens` is always less than the prompt: its last token is evaluated for the logits. `in_place` says that the
-    slot's own state is what is kept.
+    Once settled, `tokens` is always less than the prompt: its last token is evaluated for the logits. `in_place` says
+    that the slot's own state is what is kept. `text_bytes` of the prompt's key are what the kept tokens stand for,
+    None: exactly the prompt's own tokens. `entry` is the checkpoint to load.
     """
 
     kind: str
     tokens: int
     in_place: bool = True
     source: Slot | None = None
+    text_bytes: int | None = None
+    entry: Entry | None = None
 
 
 NOTHING = Reuse("none", 0, in_place=False)
@@ -56,16 +74,26 @@ class Query:
     key: bytes = b""
 
 
-class Lookup:
-    """One decision: the query, the slots that may be forked from, and each one's common prefix, computed once.
+@dataclass(frozen=True, slots=True)
+class LiveText:
+    """The key of what a session held when it had `tokens` tokens. Out of date as soon as it has another number."""
 
-    Good until a session changes.
+    key: bytes
+    tokens: int
+
+
+class Lookup:
+    """One decision: the query, the slots that may be forked from, and what was found out about it, each once.
+
+    Good until a session changes. Without a `store` nothing is looked for on disk.
     """
 
-    def __init__(self, query: Query, slots: Iterable[Slot] = ()) -> None:
+    def __init__(self, query: Query, slots: Iterable[Slot] = (), store: KvStore | None = None) -> None:
         self.query = query
         self.slots = tuple(slots)
+        self._store = store
         self._common: dict[int, int] = {}
+        self._entry: Entry | None = None
 
     def common(self, slot: Slot) -> int:
         """Tokens that the prompt, without its last token, shares with the slot's session."""
@@ -74,6 +102,12 @@ class Lookup:
             found = min(slot.session.common_prefix(self.query.prompt), len(self.query.prompt) - 1)
             self._common[slot.index] = found
         return found
+
+    def checkpoint(self) -> Entry | None:
+        """The best checkpoint on disk."""
+        if self._store is not None:
+            self._entry, self._store = self._store.find(self.query.key), None
+        return self._entry
 
 
 class Tier(Protocol):
@@ -118,6 +152,22 @@ class MemoryRewind:
         slot.session.rewind(reuse.tokens)
 
 
+class MemoryText:
+    """The text of the live tokens is a proper prefix of the prompt's."""
+
+    margin = NEAR
+
+    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
+        text, key = slot.text, lookup.query.key
+        live = slot.session.n_tokens
+        if text is None or not 0 < live == text.tokens or not 0 < len(text.key) < len(key):
+            return None
+        return Reuse("memory-text", live, text_bytes=len(text.key)) if key.startswith(text.key) else None
+
+    def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
+        """The session is there already."""
+
+
 class Fork:
     """The longest common prefix lives in another slot, busy or not: its state is copied and the other left alone."""
 
@@ -138,6 +188,24 @@ class Fork:
         slot.session.fork_from(reuse.source.session, reuse.tokens)
 
 
+class Disk:
+    """The text of a checkpoint is a prefix of the prompt's. The scheduler loads it beside the running steps."""
+
+    margin = 64
+
+    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
+        entry = lookup.checkpoint()
+        if entry is None:
+            return None
+        return Reuse("disk-text", entry.tokens, in_place=False, text_bytes=entry.text_bytes, entry=entry)
+
+    def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
+        """The session was loaded before."""
+        assert reuse.entry is not None
+        if slot.session.n_tokens != reuse.entry.tokens:
+            raise CheckpointError(f"{slot.session.n_tokens} tokens, the checkpoint has {reuse.entry.tokens}")
+
+
 class Cold:
     """Nothing is kept."""
 
@@ -154,7 +222,9 @@ class Cold:
 LADDER: dict[str, Tier] = {
     "memory-token": MemoryToken(),
     "memory-rewind": MemoryRewind(),
+    "memory-text": MemoryText(),
     "fork": Fork(),
+    "disk-text": Disk(),
     "none": Cold(),
 }
 
@@ -181,3 +251,25 @@ def materialise(slot: Slot, query: Query, reuse: Reuse) -> Reuse:
         slot.session.clear()
         return NOTHING
     return reuse
+
+
+def settle(slot: Slot, query: Query, reuse: Reuse, tokenizer: Tokenizer) -> tuple[Reuse, Query] | None:
+    """What is kept and the prompt to go on with, once `reuse` was carried out.
+
+    State that was chosen by its text stays as it is, unless the prompt's own tokens are nearly all there: then the
+    last few are given up and nothing differs from an evaluation from the start. None when the session cannot go on
+    with this prompt (too long with what it holds, nothing left to evaluate, or cut inside a character).
+    """
+    if reuse.text_bytes is None:
+        return reuse, query
+    session = slot.session
+    live = session.n_tokens
+    common = min(session.common_prefix(query.prompt), len(query.prompt) - 1)
+    if common > 0 and live - common <= NEAR and session.can_rewind(common):
+        session.rewind(common)
+        return replace(reuse, tokens=common, text_bytes=None), query
+    rest = tokens_of_key(tokenizer, query.key[reuse.text_bytes :])
+    if not rest or live + len(rest) >= session.ctx:
+        return None
+    prompt = np.concatenate([session.tokens, np.asarray(rest, np.int32)])
+    return replace(reuse, tokens=live), replace(query, prompt=prompt)

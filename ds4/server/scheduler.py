@@ -10,7 +10,8 @@ when nothing decodes, `mixed_prefill_quantum` when something does, so that a lon
 more than one small chunk. Prefills take turns (round robin); what the first one in turn leaves of the budget goes to
 the next. Chunks end on absolute multiples of the budget, whatever was reused before them, so that the same prompt is
 evaluated on the same grid. A prompt that becomes complete draws its first token in the same step. Of prompts that
-begin alike and arrive together one is evaluated; the others wait a step and fork what they share.
+begin alike and arrive together one is evaluated; the others wait a step and fork what they share. A checkpoint is
+loaded beside the running steps; its session joins them when it is complete.
 
 Admission is first in, first out. Two threads meet here: any thread may `submit`, `cancel` and `shutdown`, which only
 put a message into the inbox; everything else belongs to the engine thread. Events leave through `deliver`.
@@ -32,13 +33,14 @@ import numpy.typing as npt
 from ds4._core import common_prefix_tokens
 from ds4.engine.types import Row, RowResult
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
-from ds4.server.generation import Generation, Job
-from ds4.server.reuse import Fork, Lookup, Reuse, materialise, probe
+from ds4.server.generation import Generation, Job, Restoring
+from ds4.server.reuse import NOTHING, Fork, Lookup, Reuse, materialise, probe, settle
 from ds4.server.slots import Slot, Slots, log_route
 from ds4.server.types import Event, Failed, Finish, GenerationRequest
 
 if TYPE_CHECKING:
     from ds4.engine.types import EngineLike
+    from ds4.server.checkpoints import Checkpoints
 
 log = logging.getLogger("ds4.scheduler")
 
@@ -133,6 +135,12 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Restored:
+    generation: Generation
+    error: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Shutdown:
     grace: float
 
@@ -146,18 +154,20 @@ class Scheduler:
         config: SchedulerConfig,
         deliver: Deliver,
         *,
+        checkpoints: Checkpoints | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.slots = Slots(engine, config.slots)
+        self.slots = Slots(engine, config.slots, checkpoints.store if checkpoints else None)
         self.stopped = False
         self._ctx = self.slots[0].session.ctx
         self._engine = engine
         self._config = config
         self._deliver = deliver
+        self._checkpoints = checkpoints
         self._observer = observer
         self._clock = clock
-        self._inbox: SimpleQueue[Job | _Cancel | _Shutdown] = SimpleQueue()
+        self._inbox: SimpleQueue[Job | _Cancel | _Restored | _Shutdown] = SimpleQueue()
         self._accepting = True
         self._queue: deque[Job] = deque()
         self._outbox: list[tuple[Job, list[Event]]] = []
@@ -256,6 +266,8 @@ class Scheduler:
                     over = generation.prefilled(work.end, result, now, events)
                     if work.end == generation.prompt_tokens and generation.completion_tokens:
                         ttft.append(now - (job.request.created or job.submitted))
+                if self._checkpoints is not None:
+                    self._checkpoints.reached(generation)
             except Exception as error:
                 self._end(generation, self._failure(error), events)
                 continue
@@ -283,8 +295,12 @@ class Scheduler:
         """The step failed: each of its jobs is told so, its sessions are empty, the server goes on."""
         log.error("step of %d rows failed: %s", len(plan.rows), error, exc_info=not isinstance(error, Ds4Error))
         for work in plan.work:
-            _clear(work.generation.slot)
-            self._end(work.generation, self._failure(error), [])
+            generation = work.generation
+            entry = generation.reuse.entry
+            if entry is not None and generation.prefilling and self._checkpoints is not None:
+                self._checkpoints.store.set_aside(entry, "prefill-failed")
+            _clear(generation.slot)
+            self._end(generation, self._failure(error), [])
         self._flush()
 
     def abort(self, error: Exception) -> None:
@@ -292,9 +308,17 @@ class Scheduler:
         log.error("scheduler failed: %s", error, exc_info=error)
         for slot in self.slots:
             if slot.generation is not None:
-                _clear(slot)
-                self._end(slot.generation, self._failure(error), [])
+                if slot.generation.restoring is None:
+                    _clear(slot)
+                self._end_running(slot.generation, self._failure(error))
         self._flush()
+
+    def close(self) -> None:
+        """After the last step: stores what is resident where a store is, frees the sessions."""
+        if self._checkpoints is not None:
+            self._checkpoints.end(self.slots)
+            self._checkpoints.store.close()
+        self.slots.close()
 
     def wait(self) -> None:
         """Blocks until a message arrives."""
@@ -309,11 +333,13 @@ class Scheduler:
         except Empty:
             pass
 
-    def _receive(self, message: Job | _Cancel | _Shutdown) -> None:
+    def _receive(self, message: Job | _Cancel | _Restored | _Shutdown) -> None:
         if isinstance(message, Job):
             self._queue.append(message)
         elif isinstance(message, _Cancel):
             self._cancel(message.job)
+        elif isinstance(message, _Restored):
+            self._restored(message.generation, message.error)
         else:
             deadline = self._clock() + message.grace
             self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
@@ -321,7 +347,7 @@ class Scheduler:
     def _cancel(self, job: Job) -> None:
         for slot in self.slots:
             if slot.generation is not None and slot.generation.job is job:
-                self._end(slot.generation, slot.generation.cancel(self._clock()), [])
+                self._end_running(slot.generation, slot.generation.cancel(self._clock()))
                 return
         if job in self._queue:
             self._queue.remove(job)
@@ -336,7 +362,7 @@ class Scheduler:
         if now >= self._deadline:
             for slot in self.slots:
                 if slot.generation is not None:
-                    self._end(slot.generation, Failed("shutdown requested", 503), [])
+                    self._end_running(slot.generation, Failed("shutdown requested", 503))
         self.stopped = self.slots.n_busy == 0
 
     # ---- admission
@@ -349,14 +375,57 @@ class Scheduler:
                 if route is None:
                     return
                 log_route(job.request.id, route, len(job.prompt), now)
-                reuse = materialise(route.slot, job.query, route.reuse)
-                generation = Generation(job, route.slot, reuse, self._engine, now)
+                generation = Generation(job, route.slot, route.reuse, self._engine, now)
             except Exception as error:
                 self._end_queued(job, self._failure(error))
             else:
-                route.slot.generation = generation
-                self._line.append(generation)
+                self._occupy(generation)
             self._queue.popleft()
+
+    def _occupy(self, generation: Generation) -> None:
+        """Gives the slot to the generation and brings its session to what the route promised."""
+        slot, reuse = generation.slot, generation.reuse
+        slot.generation = generation
+        if self._checkpoints is not None:
+            self._checkpoints.leaving(slot, reuse)
+        if reuse.entry is None or self._checkpoints is None:
+            self._settle(generation, materialise(slot, generation.job.query, reuse))
+            return
+        job, restoring = generation.job, Restoring()
+        generation.restoring = restoring
+        self._checkpoints.store.restore(
+            reuse.entry,
+            slot.session,
+            job.query.key,
+            lambda error: self._inbox.put(_Restored(generation, error)),
+            lambda: job.cancelled or restoring.over is not None,
+        )
+
+    def _restored(self, generation: Generation, error: Exception | None) -> None:
+        """The checkpoint is loaded, or the session is empty."""
+        restoring, generation.restoring = generation.restoring, None
+        if restoring is not None and restoring.over is not None:
+            self._end(generation, restoring.over, [])
+            return
+        reuse = generation.reuse if error is None else NOTHING
+        self._settle(generation, materialise(generation.slot, generation.job.query, reuse))
+
+    def _settle(self, generation: Generation, reuse: Reuse) -> None:
+        """What was kept is final; where it cannot be gone on with, the best of the rest is."""
+        slot, query = generation.slot, generation.job.query
+        try:
+            settled = settle(slot, query, reuse, self._engine.tokenizer)
+            if settled is None or reuse is NOTHING:
+                slot.text = None  # or it would be chosen again
+                reuse = materialise(slot, query, probe(slot, Lookup(query, self.slots)))
+                settled = reuse, query
+        except Exception as error:
+            _clear(slot)
+            self._end(generation, self._failure(error), [])
+            return
+        slot.text = None
+        generation.settle(*settled)
+        self._line.append(generation)
 
     def _begin(self, generation: Generation, plan: Plan) -> bool:
         """Just before the first chunk: a neighbour may have evaluated more of the same prompt since the admission.
@@ -370,6 +439,8 @@ class Scheduler:
         forked = reuse.source is not None
         reuse = materialise(slot, job.query, reuse) if forked else generation.reuse
         self._outbox.append((job, [generation.start(reuse)]))
+        if self._checkpoints is not None:
+            self._checkpoints.begin(generation)
         if self._observer is not None:
             self._tell(self._observer.on_start, job, reuse, generation.assigned - job.submitted)
         return True
@@ -396,6 +467,7 @@ class Scheduler:
                 end = total if total - position <= left else (position + left) // grain * grain
             if end <= position:
                 continue
+            end = generation.chunk_end(end)
             first = first or generation
             plan.add(generation.prefill_row(end), Work(generation, end))
             plan.prefill_tokens += end - position
@@ -433,6 +505,7 @@ class Scheduler:
         slot.generation = None
         slot.prompt_tokens = generation.prompt_tokens
         slot.tokens = slot.session.n_tokens
+        slot.text = generation.live_text()
         slot.last_used = self._clock()
         terminal = events[-1]
         if self._observer is not None and isinstance(terminal, (Finish, Failed)):
@@ -442,6 +515,13 @@ class Scheduler:
         events.append(terminal)
         self._release(generation, events)
         self._outbox.append((generation.job, events))
+
+    def _end_running(self, generation: Generation, terminal: Finish | Failed) -> None:
+        """As `_end`; a session that is being loaded becomes free when the loader lets go of it."""
+        if generation.restoring is None:
+            self._end(generation, terminal, [])
+        elif generation.restoring.over is None:
+            generation.restoring.over = terminal
 
     def _end_queued(self, job: Job, terminal: Finish | Failed) -> None:
         self._outbox.append((job, [terminal]))
@@ -499,7 +579,7 @@ def _state(slot: Slot, now: float) -> SlotState:
     return SlotState(
         slot.index,
         generation.job.request.id,
-        "prefill" if generation.prefilling else "decode",
+        "restore" if generation.restoring else "prefill" if generation.prefilling else "decode",
         generation.prompt_tokens,
         generation.position,
         generation.completion_tokens,

@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds4.server.reuse import Lookup, Query, Reuse, probe
+from ds4.server.reuse import LiveText, Lookup, Query, Reuse, probe
 
 if TYPE_CHECKING:
     from ds4.engine.types import EngineLike, SessionLike
     from ds4.server.generation import Generation
+    from ds4.server.kvstore import KvStore
 
 STALE_SECONDS = 3600.0
 _SPAN = 1 << 20
@@ -38,7 +39,8 @@ class Slot:
 
     `prompt_tokens` is the length of the last prompt: what the session holds beyond it was generated. `last_used`
     is on the scheduler's clock. `tokens` is what the session held when its last generation ended: other threads
-    read it instead of the session.
+    read it instead of the session. `text` is the key of what the session held then. `last_store` is the last
+    frontier that was stored while the conversation grew.
     """
 
     index: int
@@ -47,6 +49,8 @@ class Slot:
     prompt_tokens: int = 0
     tokens: int = 0
     last_used: float = 0.0
+    text: LiveText | None = None
+    last_store: int = 0
 
     @property
     def busy(self) -> bool:
@@ -62,9 +66,13 @@ class Route:
 
 
 class Slots:
-    """The N resident sessions of an engine; all are created at once, so that the memory plan holds."""
+    """The N resident sessions of an engine; all are created at once, so that the memory plan holds.
 
-    def __init__(self, engine: EngineLike, count: int) -> None:
+    With a `store`, prompts are looked for on disk too.
+    """
+
+    def __init__(self, engine: EngineLike, count: int, store: KvStore | None = None) -> None:
+        self._store = store
         self._slots = [Slot(index, engine.new_session()) for index in range(count)]
 
     def __len__(self) -> int:
@@ -82,7 +90,7 @@ class Slots:
 
     def route(self, query: Query, now: float) -> Route | None:
         """The best free slot for the prompt, or None while all are busy. Changes nothing."""
-        lookup = Lookup(query, self._slots)
+        lookup = Lookup(query, self._slots, self._store)
         best: tuple[int, Route] | None = None
         for slot in self._slots:
             if slot.busy:

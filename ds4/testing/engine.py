@@ -212,6 +212,9 @@ class ScriptedSession:
         logits[self._tokens[self._n - 1]] = 1.0
         return logits
 
+    def payload_bytes(self) -> int:
+        return len(_PAYLOAD_MAGIC) + 9 + 4 * self._n
+
     def save(self, file: BinaryIO) -> int:
         body = self.tokens.astype("<i4").tobytes()
         return file.write(_PAYLOAD_MAGIC + struct.pack("<q?", self._n, self._has_logits) + body)
@@ -324,6 +327,10 @@ class ScriptedEngine:
     @property
     def backend_name(self) -> str:
         return "scripted"
+
+    @property
+    def fingerprint(self) -> str:
+        return f"scripted {self._info.id}"
 
     def new_session(self, ctx: int | None = None) -> ScriptedSession:
         session = ScriptedSession(

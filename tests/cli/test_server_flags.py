@@ -84,7 +84,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
         (["--chdir", "/no/such"], "--chdir /no/such: No such file or directory"),
         (["--api-key-file", "/no/such"], "--api-key-file /no/such: No such file or directory"),
         (["--api-key", " "], "--api-key: expected a value, got an empty one"),
-        (["--help", "nonsense"], "no help topic 'nonsense' (topics: all, runtime, api, sampling)"),
+        (["--help", "nonsense"], "no help topic 'nonsense' (topics: all, runtime, api, kv-cache, sampling)"),
     ],
 )
 def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

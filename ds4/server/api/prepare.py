@@ -80,8 +80,8 @@ class Preparer:
         rendered = self.renderer.render(conversation)
         if self._specials_in_text:
             tokens = self._tokenizer.encode_with_specials(rendered.text)
-        else:
-            tokens = self._tokenizer.encode_segments(rendered.segments)
+            return Prompt(rendered, tuple(tokens), self._tokenizer.key_bytes_of_ids(tokens))
+        tokens = self._tokenizer.encode_segments(rendered.segments)
         return Prompt(rendered, tuple(tokens), self._tokenizer.key_bytes(rendered.segments))
 
     def request(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from ds4.server.tool_memory import ToolMemory
 if TYPE_CHECKING:
     from ds4.server.bridge import Bridge
     from ds4.server.http import Request
+    from ds4.server.kvstore import KvStore
     from ds4.server.metrics import Metrics
     from ds4.server.scheduler import Scheduler
 
@@ -29,7 +31,15 @@ class Service:
     """One open model behind the API. Belongs to the event loop."""
 
     def __init__(
-        self, engine: EngineLike, config: ServerConfig, scheduler: Scheduler, bridge: Bridge, metrics: Metrics
+        self,
+        engine: EngineLike,
+        config: ServerConfig,
+        scheduler: Scheduler,
+        bridge: Bridge,
+        metrics: Metrics,
+        *,
+        tool_memory: ToolMemory,
+        store: KvStore | None = None,
     ) -> None:
         self.engine = engine
         self.config = config
@@ -50,14 +60,25 @@ class Service:
         self.unknown = UnknownFields()
         self.token_bytes = engine.tokenizer.token_bytes
         self.live = LiveTurns()
-        self.tool_memory = ToolMemory(max_ids=config.tool_memory_ids, enabled=config.exact_tool_replay)
+        self.tool_memory = tool_memory
+        self._store = store
 
     async def prompt(self, conversation: Conversation) -> Prompt:
         """The prompt of a conversation, with calls that were sampled here exactly as they were sampled."""
+        await self._recall(conversation)
         messages, replay = self.tool_memory.attach(conversation.messages)
         if replay.missing_ids and self.tool_memory.enabled:
             log.debug("%d calls of the history were not sampled here", replay.missing_ids)
         return await self.preparer.prompt(replace(conversation, messages=messages))
+
+    async def _recall(self, conversation: Conversation) -> None:
+        """Calls that were sampled before a restart come back from the checkpoints."""
+        if self._store is None or not self.tool_memory.enabled:
+            return
+        ids = {call.id for message in conversation.messages for call in message.calls}
+        unknown = {call_id for call_id in ids if call_id not in self.tool_memory}
+        if unknown:
+            await asyncio.to_thread(self._store.restore_calls, unknown)
 
     def remember_call(self, call_id: str, block: bytes) -> None:
         """The client knows a call that was sampled in `block` by this id."""

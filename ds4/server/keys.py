@@ -1,0 +1,114 @@
+"""Cache keys: a prompt as bytes. Text is UTF-8, a special token is 0xFF and its id in four bytes, little-endian.
+
+0xFF never occurs in UTF-8, so a key says which special tokens there are and where; no text can imitate one. A key is
+what selects a checkpoint or a live session; which tokens made its text is the state's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4.prompt.types import Conversation, Message, Renderer
+
+if TYPE_CHECKING:
+    from ds4.engine.tokenizer import Tokenizer
+
+SPECIAL = 0xFF
+_SPECIAL_BYTES = 5
+
+
+def key_of_tokens(tokenizer: Tokenizer, tokens: Iterable[int]) -> bytes | None:
+    """The key of a token sequence, None when an ordinary token holds the byte that announces a special one.
+
+    A model can draw such a token; the key would then be another prompt's.
+    """
+    parts: list[bytes] = []
+    specials = tokenizer.special_ids.values()
+    special = frozenset(specials)
+    token_bytes = tokenizer.token_bytes
+    for token in tokens:
+        if token in special:
+            parts.append(b"\xff" + token.to_bytes(4, "little"))
+        else:
+            data = token_bytes(token)
+            if SPECIAL in data:
+                return None
+            parts.append(data)
+    return b"".join(parts)
+
+
+def tokens_of_key(tokenizer: Tokenizer, key: bytes) -> list[int] | None:
+    """Encodes the rest of a prompt's key. None when it does not begin between two characters."""
+    tokens: list[int] = []
+    at = 0
+    try:
+        while at < len(key):
+            if key[at] == SPECIAL:
+                tokens.append(int.from_bytes(key[at + 1 : at + _SPECIAL_BYTES], "little"))
+                at += _SPECIAL_BYTES
+                continue
+            end = key.find(b"\xff", at)
+            end = len(key) if end < 0 else end
+            tokens += tokenizer.encode(key[at:end].decode())
+            at = end
+    except UnicodeDecodeError:
+        return None
+    return tokens
+
+
+def _special_places(key: bytes) -> list[int]:
+    places: list[int] = []
+    at = key.find(b"\xff")
+    while at >= 0:
+        places.append(at)
+        at = key.find(b"\xff", at + _SPECIAL_BYTES)
+    return places
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """What a turn begins with, as keys; each starts with a special token."""
+
+    user: bytes
+    assistant: bytes
+
+
+def markers_of(renderer: Renderer, tokenizer: Tokenizer) -> Markers | None:
+    """The markers of a prompt syntax, taken from what its renderer writes. None where turns have no special token."""
+    asked = Message("user", "QQ")
+    answered = (asked, Message("assistant", "AA"), Message("user", "RR"))
+    whole = tokenizer.key_bytes(renderer.render(Conversation(answered)).segments)
+    opened = tokenizer.key_bytes(renderer.render(Conversation((asked,))).segments)
+    question, answer, again = whole.find(b"QQ"), whole.find(b"AA"), whole.find(b"RR")
+    if not 0 <= question < answer < again:
+        return None
+    user = whole.rfind(b"\xff", 0, again)
+    # A new assistant turn and one of the history begin alike; what follows depends on thinking.
+    new, old = opened[opened.find(b"QQ") + 2 :], whole[question + 2 : answer]
+    same = next((i for i, (a, b) in enumerate(zip(new, old, strict=False)) if a != b), min(len(new), len(old)))
+    places = [place for place in _special_places(new) if place + _SPECIAL_BYTES <= same]
+    if user <= answer or not places:
+        return None
+    text_end = next((place for place in _special_places(new) if place >= places[-1] + _SPECIAL_BYTES), same)
+    return Markers(whole[user:again], new[: min(same, text_end)])
+
+
+def anchor(prompt: npt.NDArray[np.int32], key: bytes, markers: Markers | None, specials: Sequence[int]) -> int:
+    """Tokens before the last user turn that precedes the first assistant turn; -1 when there is no such place.
+
+    That is what conversations with the same system prompt and tools have in common.
+    """
+    if markers is None:
+        return -1
+    first = key.find(markers.assistant)
+    place = key.rfind(markers.user, 0, len(key) if first < 0 else first)
+    if place < 0:
+        return -1
+    before = len(_special_places(key[:place]))
+    tokens = np.flatnonzero(np.isin(prompt, specials))
+    return int(tokens[before]) if before < len(tokens) else -1
