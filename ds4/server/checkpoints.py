@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ds4.server.keys import Markers, anchor, key_of_tokens
 from ds4.server.kvpolicy import cold_length, continued_frontier
+from ds4.server.reuse import NEAR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,10 +43,13 @@ class Checkpoints:
         self._specials: npt.NDArray[np.int64] = np.fromiter(tokenizer.special_ids.values(), np.int64)
 
     def leaving(self, slot: Slot, reuse: Reuse) -> None:
-        """The slot's session is about to lose what `reuse` does not keep."""
+        """The slot's session is about to lose what `reuse` does not keep.
+
+        It is stored when another conversation takes its place, not when the same one answers anew.
+        """
         live = slot.session.n_tokens
-        lost = live - reuse.tokens if reuse.in_place else live
-        if lost >= self._config.min_tokens:
+        kept = reuse.tokens if reuse.in_place else 0
+        if live - kept > NEAR and kept < slot.prompt_tokens - 1:
             self._store(slot, "evict")
 
     def begin(self, generation: Generation) -> None:

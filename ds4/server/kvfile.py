@@ -33,7 +33,7 @@ REASONS = ("unknown", "cold", "continued", "evict", "shutdown", "agent-system", 
 TOOL_MAP, RESPONSES_VISIBLE, THINKING_VISIBLE, SESSION_TITLE, SEAL = 1, 2, 4, 8, 16
 """Flags. The first, the fourth and the last announce a section behind the payload, in this order."""
 
-_HEADER = struct.Struct("<3sBBBBBIIIB3xQQQ")
+_HEADER = struct.Struct("<3sBBBBBIIIB3sQQQ")
 _U32 = struct.Struct("<I")
 _SEAL = struct.Struct("<3sB16s16s")
 HEADER_BYTES = _HEADER.size
@@ -80,6 +80,7 @@ def pack_header(h: Header) -> bytes:
         h.hits & 0xFFFFFFFF,
         h.ctx,
         PAYLOAD_ABI,
+        bytes(3),
         h.created,
         h.used,
         h.payload_bytes,
@@ -90,11 +91,14 @@ def unpack_header(data: bytes | memoryview) -> Header:
     """Raises CheckpointError for another format or version, DamagedFile for a header that nobody writes."""
     if len(data) < HEADER_BYTES:
         raise DamagedFile(f"{len(data)} bytes, the header alone has {HEADER_BYTES}")
-    magic, version, quant, reason, flags, model, tokens, hits, ctx, abi, created, used, size = _HEADER.unpack_from(data)
+    fields = _HEADER.unpack_from(data)
+    magic, version, quant, reason, flags, model, tokens, hits, ctx, abi, reserved, created, used, size = fields
     if magic != MAGIC or version != VERSION or abi != PAYLOAD_ABI:
         raise CheckpointError(
             f"magic {magic!r}, version {version}, payload {abi}; this build reads {MAGIC!r}, {VERSION}, {PAYLOAD_ABI}"
         )
+    if any(reserved):
+        raise DamagedFile(f"reserved bytes {reserved!r}, expected zeros")
     if tokens == 0:
         raise DamagedFile("a checkpoint of no tokens")
     name = REASONS[reason] if reason < len(REASONS) else REASONS[0]

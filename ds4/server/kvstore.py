@@ -67,6 +67,8 @@ class KvStore:
         self._model_id = model_id(engine.fingerprint)
         self._quant_bits = quant_bits(engine)
         self._lock = threading.Lock()
+        self._in_place = threading.Lock()
+        """A file whose tool map is being replaced looks damaged to who reads it."""
         self._entries: dict[str, Entry] = {}
         self._by_length: dict[int, set[str]] = {}
         """Names of the usable entries, by the length of their text."""
@@ -330,7 +332,7 @@ class KvStore:
     def _refresh(self, entry: Entry, tokens: npt.NDArray[np.int32] | None) -> None:
         """The checkpoint was due again: it is used now, and its tool map may have grown."""
         try:
-            with self._path(entry.name).open("r+b", buffering=0) as file:
+            with self._in_place, self._path(entry.name).open("r+b", buffering=0) as file:
                 layout = kvfile.read_layout(file)
                 tool_map = self._map(tokens)
                 if tool_map and len(tool_map) != layout.seal_at - layout.trailer_at:
@@ -416,7 +418,7 @@ class KvStore:
             self._submit(self._count_hit, entry.name)
 
     def _load(self, entry: Entry, session: SessionLike, key: bytes, cancel: CancelCheck | None) -> Layout:
-        with self._path(entry.name).open("rb", buffering=0) as raw:
+        with self._in_place, self._path(entry.name).open("rb", buffering=0) as raw:
             file: BinaryIO = raw
             layout = kvfile.read_layout(file)
             if layout.header.model_id != self._model_id:
@@ -469,7 +471,7 @@ class KvStore:
     def _read_map(self, name: str, wanted: Collection[str] | None) -> list[tuple[str, bytes]]:
         """Blocks are replayed into prompts, so a map is believed only under its seal."""
         try:
-            with self._path(name).open("rb", buffering=0) as raw:
+            with self._in_place, self._path(name).open("rb", buffering=0) as raw:
                 file: BinaryIO = raw
                 layout = kvfile.read_layout(file)
                 if layout.header.model_id != self._model_id or not layout.sealed:
@@ -502,8 +504,9 @@ class KvStore:
         return self._writer.submit(work)
 
     def flush(self) -> None:
-        """Waits until everything that was offered is written or refused."""
-        self._writer.submit(lambda: None).result()
+        """Waits until everything that was offered is written or refused. Harmless after `close`."""
+        with suppress(RuntimeError):
+            self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
         """Writes what is pending, ends the threads and gives the directory back. Closing twice is fine."""

@@ -221,6 +221,11 @@ class Scheduler:
     def n_queued(self) -> int:
         return len(self._queue) + self._inbox.qsize()
 
+    @property
+    def restoring(self) -> bool:
+        """A checkpoint is being loaded: more will come without a new request."""
+        return any(slot.generation is not None and slot.generation.restoring is not None for slot in self.slots)
+
     def slot_states(self) -> list[SlotState]:
         """What the slots do, for people: read beside the running step, so it may be one token old."""
         now = self._clock()
@@ -388,9 +393,14 @@ class Scheduler:
         slot.generation = generation
         if self._checkpoints is not None:
             self._checkpoints.leaving(slot, reuse)
+        self._carry_out(generation, reuse)
+
+    def _carry_out(self, generation: Generation, reuse: Reuse) -> None:
+        slot = generation.slot
         if reuse.entry is None or self._checkpoints is None:
             self._settle(generation, materialise(slot, generation.job.query, reuse))
             return
+        generation.reuse = reuse
         job, restoring = generation.job, Restoring()
         generation.restoring = restoring
         self._checkpoints.store.restore(
@@ -407,14 +417,18 @@ class Scheduler:
         if restoring is not None and restoring.over is not None:
             self._end(generation, restoring.over, [])
             return
-        reuse = generation.reuse if error is None else NOTHING
-        self._settle(generation, materialise(generation.slot, generation.job.query, reuse))
+        if error is None:
+            self._settle(generation, materialise(generation.slot, generation.job.query, generation.reuse))
+        else:
+            # The store does not choose this one again: the next best, on disk or not.
+            self._carry_out(generation, self.slots.probe(generation.slot, generation.job.query))
 
     def _settle(self, generation: Generation, reuse: Reuse) -> None:
         """What was kept is final; where it cannot be gone on with, the best of the rest is."""
         slot, query = generation.slot, generation.job.query
         try:
             settled = settle(slot, query, reuse, self._engine.tokenizer)
+            # What was a checkpoint is not looked for a second time: it cannot be gone on with.
             if settled is None or reuse is NOTHING:
                 slot.text = None  # or it would be chosen again
                 reuse = materialise(slot, query, probe(slot, Lookup(query, self.slots)))

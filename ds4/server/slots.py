@@ -101,6 +101,10 @@ class Slots:
                 best = points, Route(slot, reuse)
         return best[1] if best else None
 
+    def probe(self, slot: Slot, query: Query) -> Reuse:
+        """The best for the prompt in this very slot."""
+        return probe(slot, Lookup(query, self._slots, self._store))
+
     def close(self) -> None:
         for slot in self._slots:
             slot.session.close()

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 from ds4.engine.types import SamplingParams
+from ds4.server.checkpoints import Checkpoints
 from ds4.server.generation import Job
 from ds4.server.scheduler import Observer, Plan, Scheduler, SchedulerConfig
 from ds4.server.types import (
@@ -52,6 +53,7 @@ class Driver:
         *,
         slots: int = 1,
         clock: Clock | None = None,
+        checkpoints: Checkpoints | None = None,
         observer: Observer | None = None,
         **config: Any,
     ) -> None:
@@ -59,7 +61,12 @@ class Driver:
         self.clock = clock or Clock()
         self.deliveries: list[list[tuple[Job, list[Event]]]] = []
         self.scheduler = Scheduler(
-            engine, SchedulerConfig(slots=slots, **config), self._deliver, observer=observer, clock=self.clock
+            engine,
+            SchedulerConfig(slots=slots, **config),
+            self._deliver,
+            checkpoints=checkpoints,
+            observer=observer,
+            clock=self.clock,
         )
         self._events: dict[Job, list[Event]] = {}
         self._ids = itertools.count(1)
@@ -72,7 +79,7 @@ class Driver:
             "dialect": "chat",
             "model": self.engine.info.id,
             "prompt_tokens": tuple(tokens),
-            "key": self.engine.tokenizer.decode(tokens),
+            "key": self.engine.tokenizer.key_bytes_of_ids(tokens),
             "sampling": GREEDY,
             "max_tokens": 1000,
             "syntax": self.engine.info.syntax,
@@ -101,8 +108,11 @@ class Driver:
     def run(self, limit: int = 100_000) -> int:
         """Steps until nothing is left to do; returns how many. Raises TimeoutError after `limit`."""
         for count in range(limit):
-            if not self.step().rows:
+            if self.step().rows:
+                continue
+            if not self.scheduler.restoring:
                 return count
+            self.scheduler.wait()
         raise TimeoutError(f"still busy after {limit} steps")
 
     def ask(self, prompt: str | list[int], **fields: Any) -> Job:
