@@ -56,7 +56,8 @@ def talk(*turns: str) -> list[dict[str, Any]]:
 
 
 def test_two_conversations_survive_a_restart(engine: Engine, tmp_path: Path) -> None:
-    questions = ("Which books do you have?", "Who are you?")
+    facts = "I live in the old town, I like long novels, and I read in the evening. " * 8
+    questions = (f"Which books do you have? {facts}", f"Who are you? {facts}")
     plain = serve(engine, None)
     expected = []
     for question in questions:
