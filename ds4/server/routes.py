@@ -1,6 +1,6 @@
 """Which endpoint answers which request, who may ask, and how errors of an endpoint are drawn.
 
-Paths work with and without `/v1`. A new dialect adds its routes to `ROUTES` and its error shape to them.
+Paths work with and without `/v1`. A new dialect adds its routes to `ROUTES`, with their fields and error shape.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ds4._json import dumps
 from ds4.errors import ClientDisconnected, RequestError
-from ds4.server.api import chat, completions, messages, models, responses
+from ds4.server.api import chat, completions, messages, models, openapi, responses
 from ds4.server.api.errors import Shape, anthropic_error, openai_error, status_error, wire_error
+from ds4.server.api.fields import FieldTable
 from ds4.server.http import Refusal
 
 if TYPE_CHECKING:
@@ -27,36 +29,56 @@ Endpoint = Callable[["Service", "Request", "Responder"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`path` stands without `/v1`; one that ends in a slash stands for everything below it. `public` needs no key."""
+    """`path` stands without `/v1`; one that ends in a slash stands for everything below it. `public` needs no key.
+
+    `fields` are those of the request body. `v1` says which spelling of the path is shown to people.
+    """
 
     method: str
     path: str
     endpoint: Endpoint
+    fields: FieldTable | None = None
     shape: Shape = openai_error
     public: bool = False
+    v1: bool = True
+
+    @property
+    def full_path(self) -> str:
+        return f"/v1{self.path}" if self.v1 else self.path
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the endpoint's docstring."""
+        return (self.endpoint.__doc__ or "").strip().partition("\n")[0]
 
 
 async def hello(service: Service, request: Request, responder: Responder) -> None:
-    """GET and HEAD /: something is here. Clients probe with HEAD."""
+    """Something is here: clients probe with HEAD."""
     responder.send(200, b'{"name":"ds4-server","status":"ok"}\n')
 
 
+async def openapi_document(service: Service, request: Request, responder: Responder) -> None:
+    """This API as an OpenAPI document."""
+    responder.send(200, dumps(openapi.document(ROUTES)) + b"\n")
+
+
 ROUTES = (
-    Route("POST", "/chat/completions", chat.chat_completions),
-    Route("POST", "/completions", completions.completions),
-    Route("POST", "/responses", responses.responses),
-    Route("POST", "/responses/input_tokens", responses.input_tokens),
-    Route("POST", "/messages", messages.messages, anthropic_error),
-    Route("POST", "/messages/count_tokens", messages.count_tokens, anthropic_error),
-    Route("POST", "/apply-template", chat.apply_template),
+    Route("POST", "/chat/completions", chat.chat_completions, chat.FIELDS),
+    Route("POST", "/completions", completions.completions, completions.FIELDS),
+    Route("POST", "/responses", responses.responses, responses.FIELDS),
+    Route("POST", "/responses/input_tokens", responses.input_tokens, responses.COUNT_FIELDS),
+    Route("POST", "/messages", messages.messages, messages.FIELDS, anthropic_error),
+    Route("POST", "/messages/count_tokens", messages.count_tokens, messages.COUNT_FIELDS, anthropic_error),
     Route("GET", "/models", models.list_models),
     Route("GET", "/models/", models.get_model),
-    Route("GET", "/health", models.health, public=True),
-    Route("GET", "/metrics", models.metrics),
-    Route("GET", "/slots", models.slots),
-    Route("POST", "/tokenize", models.tokenize),
-    Route("POST", "/detokenize", models.detokenize),
-    Route("GET", "/", hello),
+    Route("POST", "/apply-template", chat.apply_template, chat.FIELDS, v1=False),
+    Route("POST", "/tokenize", models.tokenize, models.TOKENIZE_FIELDS, v1=False),
+    Route("POST", "/detokenize", models.detokenize, models.DETOKENIZE_FIELDS, v1=False),
+    Route("GET", "/health", models.health, public=True, v1=False),
+    Route("GET", "/metrics", models.metrics, v1=False),
+    Route("GET", "/slots", models.slots, v1=False),
+    Route("GET", "/openapi.json", openapi_document, v1=False),
+    Route("GET", "/", hello, v1=False),
 )
 
 

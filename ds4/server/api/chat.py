@@ -214,7 +214,7 @@ def _call(item: Node) -> ToolCall:
 
 
 async def chat_completions(service: Service, request: Request, responder: Responder) -> None:
-    """Answers one request. Errors before the headers are raised; the router draws them."""
+    """A chat answer (OpenAI Chat Completions), whole or streamed."""
     body = service.body(request)
     chat = read_chat(body, service.config.sampling, service.preparer, service.n_slots)
     service.unknown.note(FIELDS.where, chat.unused)
@@ -245,7 +245,7 @@ async def chat_completions(service: Service, request: Request, responder: Respon
 
 
 async def apply_template(service: Service, request: Request, responder: Responder) -> None:
-    """POST /apply-template: the prompt that a chat body renders to, as text and as tokens."""
+    """The prompt that a chat body renders to, as text and as tokens."""
     conversation, _ = read_conversation(service.body(request), service.preparer)
     prompt = await service.prompt(conversation)
     responder.send(200, dumps({"prompt": prompt.rendered.text, "n_tokens": len(prompt.tokens)}) + b"\n")

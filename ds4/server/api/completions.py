@@ -173,7 +173,7 @@ async def _prompt(service: Service, wanted: CompletionRequest, prompt: str | lis
 
 
 async def completions(service: Service, request: Request, responder: Responder) -> None:
-    """Answers one request. Errors before the headers are raised; the router draws them."""
+    """A text is gone on with (OpenAI Completions), whole or streamed."""
     wanted = read_completion(service.body(request), service.config.sampling, service.preparer, service.n_slots)
     service.unknown.note(FIELDS.where, wanted.unused)
     model = service.model_id if wanted.model is None else wanted.model

@@ -216,7 +216,7 @@ def _user(blocks: list[Node]) -> list[Message]:
 
 
 async def messages(service: Service, request: Request, responder: Responder) -> None:
-    """Answers one request. Errors before the headers are raised; the router draws them."""
+    """A chat answer (Anthropic Messages), whole or streamed."""
     body = service.body(request)
     unused = FIELDS.check(body)
     wanted = read_prompt(body, service.preparer, unused, service.live)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from ds4._json import dumps
 from ds4.errors import RequestError
+from ds4.server.api import fields
+from ds4.server.api.fields import FieldTable
 
 if TYPE_CHECKING:
     from ds4.server.api.service import Service
@@ -36,6 +38,23 @@ _PARAMETERS = (
     "logit_bias",
     "logprobs",
     "top_logprobs",
+)
+
+
+TOKENIZE_FIELDS = FieldTable(
+    "tokenize",
+    (
+        fields.accepted("content", fields.STRING, "required", "the text; `text` and `prompt` are taken for it"),
+        fields.accepted("text", fields.STRING),
+        fields.accepted("prompt", fields.STRING),
+        fields.accepted("parse_special", fields.BOOLEAN, "false", "names of special tokens in the text become tokens"),
+        fields.accepted("with_pieces", fields.BOOLEAN, "false", "each token's text, or its bytes where they are none"),
+        fields.ignored("add_special", "nothing is added to the text"),
+    ),
+)
+
+DETOKENIZE_FIELDS = FieldTable(
+    "detokenize", (fields.required("tokens", fields.array_of(fields.INTEGER), "ids of the vocabulary"),)
 )
 
 
@@ -67,14 +86,14 @@ def known_ids(service: Service) -> tuple[str, ...]:
 
 
 async def list_models(service: Service, request: Request, responder: Responder) -> None:
-    """GET /v1/models."""
+    """The list of models, which has one."""
     data = [model_object(service)]
     ends = {"has_more": False, "first_id": service.model_id, "last_id": service.model_id}
     responder.send(200, dumps({"object": "list", "data": data, **ends}) + b"\n")
 
 
 async def get_model(service: Service, request: Request, responder: Responder) -> None:
-    """GET /v1/models/{id}; ids may contain slashes."""
+    """One model by its id, which may contain slashes."""
     wanted = request.path.partition("/models/")[2]
     if wanted not in known_ids(service):
         raise RequestError(f"The model {wanted[:80]!r} does not exist", status=404, code="model_not_found")
@@ -82,7 +101,7 @@ async def get_model(service: Service, request: Request, responder: Responder) ->
 
 
 async def health(service: Service, request: Request, responder: Responder) -> None:
-    """GET /health: 200 while requests are served, 503 from the beginning of a shutdown."""
+    """200 while requests are served, 503 from the beginning of a shutdown."""
     if service.accepting:
         responder.send(200, b'{"status":"ok"}\n')
     else:
@@ -90,19 +109,19 @@ async def health(service: Service, request: Request, responder: Responder) -> No
 
 
 async def metrics(service: Service, request: Request, responder: Responder) -> None:
-    """GET /metrics, for Prometheus."""
+    """Metrics, for Prometheus."""
     body, content_type = service.metrics.render(request.headers.get("accept", ""))
     responder.send(200, body, content_type)
 
 
 async def slots(service: Service, request: Request, responder: Responder) -> None:
-    """GET /slots: what each resident session does. Read-only."""
+    """What each resident session does. Read-only."""
     states = [{**asdict(state), "n_ctx": service.preparer.n_ctx} for state in service.scheduler.slot_states()]
     responder.send(200, dumps(states) + b"\n")
 
 
 async def tokenize(service: Service, request: Request, responder: Responder) -> None:
-    """POST /tokenize: `{content[, add_special][, parse_special][, with_pieces]}` to `{tokens}`.
+    """A text as tokens: `{content[, parse_special][, with_pieces]}` to `{tokens, count}`.
 
     `parse_special` lets special tokens in the text become tokens, `with_pieces` adds each token's text (or its bytes
     where they are no text). llama.cpp's names; `text` and `prompt` are taken for `content`.
@@ -131,7 +150,7 @@ def _piece(data: bytes) -> str | list[int]:
 
 
 async def detokenize(service: Service, request: Request, responder: Responder) -> None:
-    """POST /detokenize: `{tokens}` to `{content}`; bytes that are no UTF-8 become U+FFFD."""
+    """Tokens as text: `{tokens}` to `{content}`; bytes that are no UTF-8 become U+FFFD."""
     node = service.body(request).get_array("tokens")
     if node is None:
         raise RequestError("missing tokens", param="tokens")

@@ -201,7 +201,7 @@ def _wants_summary(body: Node) -> bool:
 
 
 async def responses(service: Service, request: Request, responder: Responder) -> None:
-    """Answers one request. Errors before the headers are raised; the router draws them."""
+    """A chat answer (OpenAI Responses), whole or streamed."""
     body = service.body(request)
     unused = FIELDS.check(body)
     wanted = read_prompt(body, service.preparer, unused, service.live)
