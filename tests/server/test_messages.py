@@ -16,8 +16,8 @@ from ds4.engine.types import SamplingParams
 from ds4.errors import EngineError
 from ds4.testing import Script, ScriptedEngine
 from tests.support.api import NamedEvent, anthropic_sdk, check_stream, named_events, openai_error, parse_events
+from tests.support.renderers import thinking_server
 from tests.support.running_server import RunningServer, Serve
-from tests.support.thinking import thinking_server
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 TOOL = {

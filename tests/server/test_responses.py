@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 from ds4.engine.types import SamplingParams
 from ds4.testing import Script, ScriptedEngine
 from tests.support.api import NamedEvent, check_stream, named_events, openai_error, openai_sdk, parse_events
+from tests.support.renderers import thinking_server
 from tests.support.running_server import RunningServer, Serve
-from tests.support.thinking import thinking_server
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
