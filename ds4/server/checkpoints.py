@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4.server.keys import Markers, anchor, key_of_tokens
+from ds4.server.kvfile import RESPONSES_VISIBLE, THINKING_VISIBLE
 from ds4.server.kvpolicy import cold_length, continued_frontier
 from ds4.server.reuse import NEAR
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from ds4.server.slots import Slot
 
 log = logging.getLogger("ds4.kv")
+
+_FLAGS = {"responses-visible": RESPONSES_VISIBLE, "thinking-visible": THINKING_VISIBLE}
 
 
 class Checkpoints:
@@ -97,14 +100,23 @@ class Checkpoints:
         if live < self._config.min_tokens:
             return False
         try:
-            text = slot.text
-            if text is not None and text.tokens == live:
-                key: bytes | None = text.key
-            else:
-                key = key_of_tokens(self._tokenizer, slot.session.tokens.tolist())
+            key, flags = self._key(slot)
             if not key:
                 return False
-            return self.store.offer(slot.session, key, reason, trimmed=max(0, prompt_tokens - live))
+            return self.store.offer(slot.session, key, reason, flags=flags, trimmed=max(0, prompt_tokens - live))
         except Exception as error:
             log.warning("kv cache store failed (%s): %s", reason, error, exc_info=error)
             return False
+
+    def _key(self, slot: Slot) -> tuple[bytes | None, int]:
+        """The text that the next request will begin with, and the flag that says what text it is.
+
+        Clients of Messages send their reasoning back with the results of calls: for them it is the whole text.
+        """
+        live = slot.session.n_tokens
+        seen, text = slot.visible, slot.text
+        if seen is not None and seen.tokens == live and seen.kind in _FLAGS:
+            return seen.key, _FLAGS[seen.kind]
+        if text is not None and text.tokens == live:
+            return text.key, 0
+        return key_of_tokens(self._tokenizer, slot.session.tokens.tolist()), 0

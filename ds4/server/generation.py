@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ds4 import _core, _dsml
 from ds4.engine.types import Row, RowResult, SamplerLike
 from ds4.errors import EngineError
+from ds4.prompt.types import Message, ToolCall
 from ds4.server.keys import key_of_tokens
-from ds4.server.reuse import LiveText, Query, Reuse
+from ds4.server.reuse import LiveText, Query, Reuse, Visible
 from ds4.server.types import (
     ContentDelta,
     Event,
@@ -91,7 +92,7 @@ class Generation:
     """The running state of one job in one slot. Only the engine thread touches it."""
 
     __slots__ = (
-        "_created", "_eos", "_evaluated", "_first_token", "_greedy", "_matcher", "_parser",
+        "_created", "_eos", "_evaluated", "_first_token", "_greedy", "_last_token", "_matcher", "_over", "_parser",
         "_reasoning_tokens", "_stop", "_token_bytes", "_tokenizer", "assigned", "begun", "cold", "completion_tokens",
         "frontiers", "job", "last_token_time", "next_token", "position", "restoring", "reuse", "sampler", "slot",
     )  # fmt: skip
@@ -133,6 +134,9 @@ class Generation:
         self._evaluated = 0.0
         self._first_token = 0.0
         self._reasoning_tokens = 0
+        self._last_token = -1
+        self._over = False
+        """Decoding came to an end, and not inside reasoning."""
         self._stop: bytes | None = None
 
     # ---- prefill
@@ -179,6 +183,38 @@ class Generation:
             return None
         drawn = key_of_tokens(self._tokenizer, self.slot.session.tokens[prompt:].tolist())
         return None if drawn is None else LiveText(key + drawn, live)
+
+    def visible(self) -> Visible | None:
+        """The key of what the client saw of the state, where it differs from the state: there was reasoning.
+
+        Clients of Responses never send it back, those of Messages need not where the results of calls follow. A
+        prompt without tools is rendered without it, whoever sends it. After a stop string, an error or the length
+        limit the state is not what the client goes on with.
+        """
+        request, session = self.job.request, self.slot.session
+        if request.visible is None or not self._reasoning_tokens or self._stop is not None or not self._over:
+            return None
+        result = self._parser.result
+        if result.finish not in ("stop", "tool_calls") or result.void_calls:
+            return None
+        if request.dialect == "responses":
+            kind = "responses-visible"
+        elif not request.tools:
+            kind = "thinking-visible"
+        elif request.dialect == "messages" and result.calls:
+            kind = "anthropic-tool-output"
+        else:
+            return None
+        calls = tuple(ToolCall("", call.name, call.arguments, result.raw) for call in result.calls)
+        key = request.visible(Message("assistant", result.content, calls=calls))
+        evaluated = session.n_tokens - self.prompt_tokens
+        if key is not None and evaluated == self.completion_tokens - 1:
+            # The last token drawn is not in the state.
+            last = self._token_bytes(self._last_token)
+            key = key[: -len(last)] if key.endswith(last) else None
+        elif evaluated != self.completion_tokens:
+            return None
+        return None if not key else Visible(key, session.n_tokens, kind)
 
     def chunk_end(self, end: int) -> int:
         """`end`, or a place before it where the session has to stop for a checkpoint."""
@@ -229,6 +265,7 @@ class Generation:
             self._end("eos", now, events)
             return True
         data = self._token_bytes(token)
+        self._last_token = token
         parser = self._parser
         self.completion_tokens += 1
         if parser.reasoning_open:
@@ -271,6 +308,7 @@ class Generation:
             held = self._matcher.finish()
             if held:
                 self._emit(parser.feed(held), events)
+        self._over = not parser.reasoning_open
         self._emit(parser.finish(cause), events)
         result = parser.result
         reason: FinishReason = result.finish

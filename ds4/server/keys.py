@@ -7,7 +7,7 @@ what selects a checkpoint or a live session; which tokens made its text is the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SPECIAL = 0xFF
 _SPECIAL_BYTES = 5
+_NEXT = Message("user", "?")
 
 
 def key_of_tokens(tokenizer: Tokenizer, tokens: Iterable[int]) -> bytes | None:
@@ -112,3 +113,19 @@ def anchor(prompt: npt.NDArray[np.int32], key: bytes, markers: Markers | None, s
     before = len(_special_places(key[:place]))
     tokens = np.flatnonzero(np.isin(prompt, specials))
     return int(tokens[before]) if before < len(tokens) else -1
+
+
+def visible_key(renderer: Renderer, tokenizer: Tokenizer, conversation: Conversation, answer: Message) -> bytes | None:
+    """The key of a conversation up to the end of `answer`, without the end mark, as the next request renders it.
+
+    `answer` is what the client saw. None when the renderer does not draw the next turn's beginning alike in a whole
+    prompt and after a live one.
+    """
+    messages = conversation.messages
+    if conversation.continue_final and messages:
+        answer = replace(answer, content=messages[-1].content + answer.content)
+        messages = messages[:-1]
+    after = replace(conversation, messages=(*messages, answer, _NEXT), continue_final=False)
+    whole = tokenizer.key_bytes(renderer.render(after).segments)
+    tail = tokenizer.key_bytes(renderer.render_tail((_NEXT,), after).segments)
+    return whole[: -len(tail)] if tail and whole.endswith(tail) else None

@@ -8,12 +8,17 @@ The tier that keeps most of the prompt wins; the order of the ladder breaks ties
 state must beat the others by its `margin`, or it is not worth the copy.
 
     tier            keeps                                    the slot's session
+    (visible)       all live tokens: what the client saw     grows
+                    of them is a prefix of its prompt
     memory-token    all live tokens, a prefix of the prompt  grows
     memory-rewind   the common prefix                        is cut, where its family can
     memory-text     all live tokens: their text is a prefix  grows
     fork            the common prefix with another slot      becomes a copy of that slot's, cut
     disk-text       a checkpoint: its text is a prefix       is loaded (`ds4.server.kvstore`)
     none            nothing                                  is cleared
+
+The visible tiers are `responses-visible`, `anthropic-tool-output` and `thinking-visible`: the client replays its
+conversation without the reasoning, which stays in the state.
 
 Where text decided, the kept tokens need not be those that the whole prompt is encoded to: the model drew them itself,
 or hidden reasoning stands between them. `settle` then makes the prompt anew: the kept tokens, then the rest of the
@@ -82,6 +87,16 @@ class LiveText:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Visible(LiveText):
+    """As LiveText, of what the client saw: without the reasoning, and with the tool calls as they were drawn.
+
+    `kind` is the tier that it makes possible.
+    """
+
+    kind: str
+
+
 class Lookup:
     """One decision: the query, the slots that may be forked from, and what was found out about it, each once.
 
@@ -121,6 +136,24 @@ class Tier(Protocol):
         """Brings the session to `reuse.tokens` tokens. Raises whatever the session raises when it cannot after all."""
 
 
+class VisibleText:
+    """What the client saw of the live state is a proper prefix of its prompt."""
+
+    margin = 0
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
+        seen = slot.visible
+        if seen is None or seen.kind != self._kind or not _begins(slot, seen, lookup.query.key):
+            return None
+        return Reuse(self._kind, seen.tokens, text_bytes=len(seen.key))
+
+    def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
+        """The session is there already."""
+
+
 class MemoryToken:
     """The live tokens are a proper prefix of the prompt."""
 
@@ -158,14 +191,18 @@ class MemoryText:
     margin = NEAR
 
     def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
-        text, key = slot.text, lookup.query.key
-        live = slot.session.n_tokens
-        if text is None or not 0 < live == text.tokens or not 0 < len(text.key) < len(key):
+        text = slot.text
+        if text is None or not _begins(slot, text, lookup.query.key):
             return None
-        return Reuse("memory-text", live, text_bytes=len(text.key)) if key.startswith(text.key) else None
+        return Reuse("memory-text", text.tokens, text_bytes=len(text.key))
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         """The session is there already."""
+
+
+def _begins(slot: Slot, text: LiveText, key: bytes) -> bool:
+    """Is the text of the live state a proper prefix of the key?"""
+    return 0 < slot.session.n_tokens == text.tokens and 0 < len(text.key) < len(key) and key.startswith(text.key)
 
 
 class Fork:
@@ -220,6 +257,9 @@ class Cold:
 
 
 LADDER: dict[str, Tier] = {
+    "responses-visible": VisibleText("responses-visible"),
+    "anthropic-tool-output": VisibleText("anthropic-tool-output"),
+    "thinking-visible": VisibleText("thinking-visible"),
     "memory-token": MemoryToken(),
     "memory-rewind": MemoryRewind(),
     "memory-text": MemoryText(),

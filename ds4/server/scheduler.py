@@ -430,14 +430,14 @@ class Scheduler:
             settled = settle(slot, query, reuse, self._engine.tokenizer)
             # What was a checkpoint is not looked for a second time: it cannot be gone on with.
             if settled is None or reuse is NOTHING:
-                slot.text = None  # or it would be chosen again
+                slot.text = slot.visible = None  # or it would be chosen again
                 reuse = materialise(slot, query, probe(slot, Lookup(query, self.slots)))
                 settled = reuse, query
         except Exception as error:
             _clear(slot)
             self._end(generation, self._failure(error), [])
             return
-        slot.text = None
+        slot.text = slot.visible = None
         generation.settle(*settled)
         self._line.append(generation)
 
@@ -519,11 +519,21 @@ class Scheduler:
         slot.generation = None
         slot.prompt_tokens = generation.prompt_tokens
         slot.tokens = slot.session.n_tokens
-        slot.text = generation.live_text()
         slot.last_used = self._clock()
         terminal = events[-1]
+        self._name(generation, terminal)
         if self._observer is not None and isinstance(terminal, (Finish, Failed)):
             self._tell(self._observer.on_end, generation.job, terminal)
+
+    def _name(self, generation: Generation, terminal: Event) -> None:
+        """By what texts the next turn can find what the session holds now. Nothing to fail a request for."""
+        slot = generation.slot
+        try:
+            slot.text = generation.live_text()
+            slot.visible = generation.visible() if isinstance(terminal, Finish) else None
+        except Exception as error:
+            log.error("%s: the live text is not known: %s", generation.job.request.id, error, exc_info=error)
+            slot.text = slot.visible = None
 
     def _end(self, generation: Generation, terminal: Finish | Failed, events: list[Event]) -> None:
         events.append(terminal)

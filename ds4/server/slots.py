@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds4.server.reuse import LiveText, Lookup, Query, Reuse, probe
+from ds4.server.reuse import LiveText, Lookup, Query, Reuse, Visible, probe
 
 if TYPE_CHECKING:
     from ds4.engine.types import EngineLike, SessionLike
@@ -39,7 +39,8 @@ class Slot:
 
     `prompt_tokens` is the length of the last prompt: what the session holds beyond it was generated. `last_used`
     is on the scheduler's clock. `tokens` is what the session held when its last generation ended: other threads
-    read it instead of the session. `text` is the key of what the session held then. `last_store` is the last
+    read it instead of the session. `text` is the key of what the session held then, `visible` of
+    what the client saw of it. `last_store` is the last
     frontier that was stored while the conversation grew.
     """
 
@@ -50,6 +51,7 @@ class Slot:
     tokens: int = 0
     last_used: float = 0.0
     text: LiveText | None = None
+    visible: Visible | None = None
     last_store: int = 0
 
     @property

@@ -6,10 +6,12 @@ context). The scheduler turns it into events; `api/*` turns events into its dial
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ds4.engine.types import SamplingParams, TokenLogprobs
+from ds4.prompt.types import Message
 
 Dialect = Literal["chat", "completions", "responses", "messages"]
 
@@ -45,6 +47,9 @@ class GenerationRequest:
     echo_text: bytes = b""
     created: float = 0.0
     """`time.monotonic()` when the request's last byte arrived."""
+    visible: Callable[[Message], bytes | None] | None = None
+    """The key of the conversation up to the end of this answer, as a client renders it that does not send its
+    reasoning back; None: it is not known."""
 
 
 # ---- events, in the order in which one generation may produce them ---------------------------------------------

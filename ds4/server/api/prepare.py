@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from ds4.engine.types import EngineLike, SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.registry import syntax_of
 from ds4.prompt.types import Conversation, RenderedPrompt
+from ds4.server.keys import visible_key
 from ds4.server.types import Dialect, GenerationRequest
 
 _INLINE_CHARACTERS = 4096
@@ -123,6 +125,9 @@ class Preparer:
             tool_schemas=tuple((tool.name, tool.schema) for tool in tools),
             echo_text=prompt.rendered.text.encode("utf-8", "replace") if echo else b"",
             created=time.monotonic() if received is None else received,
+            visible=None
+            if conversation is None or self._specials_in_text
+            else partial(visible_key, self.renderer, self._tokenizer, conversation),
         )
 
     def check_fits(self, n_prompt: int, param: str | None, dialect: Dialect) -> None:
