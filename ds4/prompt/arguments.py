@@ -7,32 +7,40 @@ same bytes, and garbage must render to something.
 from __future__ import annotations
 
 from ds4._json import JSONError, Node, dumps, parse
+from ds4.prompt.escaping import escape
 
 
-def argument_members(arguments: str, schema: str | None) -> list[tuple[str, str]]:
+def argument_members(arguments: str, schema: str | None, end: str = "") -> list[tuple[str, str]]:
     """(name, text) of each parameter: strings raw, other values as minified JSON.
 
-    Parameters stand in the order in which `schema` (the function's declaration, JSON text) declares them, the
-    others after them as sent. Text that is not a JSON object becomes one parameter named `arguments`; blank text none.
+    `end` is the delimiter that closes a value: where one contains it, a string is escaped as in `ds4.prompt.escaping`,
+    JSON writes its `<` as an escape of its own. Parameters stand in the order in which `schema` (the function's
+    declaration, JSON text) declares them, the others after them as sent. Text that is not a JSON object becomes one
+    parameter named `arguments`; blank text none.
     """
     if not arguments.strip():
         return []
     value = _object(arguments)
     if value is None:
-        return [("arguments", arguments)]
+        return [("arguments", _escaped(arguments, end))]
     members = dict(value.items())
     declared = [name for name in _declared(schema) if name in members]
     order = declared + [name for name in members if name not in set(declared)]
-    return [(name, _text(members[name])) for name in order]
+    return [(name, _text(members[name], end)) for name in order]
 
 
-def _text(value: Node) -> str:
+def _text(value: Node, end: str) -> str:
     if value.kind == "str":
-        return value.as_str()
+        return _escaped(value.as_str(), end)
     try:
-        return dumps(value.loads()).decode()
+        text = dumps(value.loads()).decode()
     except JSONError:  # a number beyond the range of a double: only its source text is exact
-        return value.minified()
+        text = value.minified()
+    return text.replace(end, f"\\u003c{end[1:]}") if end else text
+
+
+def _escaped(text: str, end: str) -> str:
+    return escape(text, end) if end else text
 
 
 def _object(text: str) -> Node | None:

@@ -7,10 +7,11 @@ know are added: tools (their declaration stands before the client's system text,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from ds4.prompt.qwen_tools import calls_text, results_text, tools_text
+from ds4.prompt.draft import Draft
+from ds4.prompt.qwen_tools import calls_block, declaration, results_block
 from ds4.prompt.types import Conversation, Message, RenderedPrompt, Segment, Special, Tool
 
 SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -34,47 +35,36 @@ class ChatMLRenderer:
         messages = conversation.messages
         first, rest = (messages[0], messages[1:]) if messages and messages[0].role == "system" else (None, messages)
         system = first.content if first else self._default_system
-        if conversation.tools:
-            declaration = tools_text(conversation.tools)
-            system = f"{declaration}\n\n{system}" if system else declaration
-        head = [("system", system)] if first or system else []
-        turns = [*head, *_turns(rest, conversation.tools)]
-        return _prompt(turns, continue_last=conversation.continue_final)
+        draft = Draft()
+        if first or system or conversation.tools:
+            draft.add(_START, "system\n")
+            if conversation.tools:
+                draft.add(*declaration(conversation.tools), "\n\n" if system else "")
+            draft.add(system, _END, "\n")
+        prefix = rest[-1] if conversation.continue_final and rest else None
+        _draw(draft, rest[:-1] if prefix else rest, conversation.tools)
+        draft.add(_START, "assistant\n")
+        if prefix:
+            draft.add(*_body(prefix, conversation.tools))
+        return draft.rendered()
 
     def render_tail(self, messages: Sequence[Message], conversation: Conversation) -> RenderedPrompt:
         # The end mark was never sampled into the state: generation stops at it.
-        tail = _prompt(_turns((m for m in messages if m.role != "system"), conversation.tools), continue_last=False)
-        return RenderedPrompt(_merged([_END, "\n", *tail.segments]))
+        draft = Draft(_END, "\n")
+        _draw(draft, [message for message in messages if message.role != "system"], conversation.tools)
+        draft.add(_START, "assistant\n")
+        return draft.rendered()
 
 
-def _turns(messages: Iterable[Message], tools: Sequence[Tool]) -> Iterator[tuple[str, str]]:
-    """(role, text) of each turn; a run of tool results is one user turn."""
+def _draw(draft: Draft, messages: Iterable[Message], tools: Sequence[Tool]) -> None:
+    """Each turn; a run of tool results is one user turn."""
     for is_result, run in groupby(messages, key=lambda m: m.role == "tool"):
         if is_result:
-            yield "user", results_text(m.content for m in run)
+            draft.add(_START, "user\n", *results_block(m.content for m in run), _END, "\n")
             continue
         for message in run:
-            calls = calls_text(message.calls, tools, after_text=bool(message.content))
-            yield message.role, message.content + calls
+            draft.add(_START, f"{message.role}\n", *_body(message, tools), _END, "\n")
 
 
-def _prompt(turns: Iterable[tuple[str, str]], *, continue_last: bool) -> RenderedPrompt:
-    segments: list[Segment] = []
-    for role, text in turns:
-        segments += (_START, f"{role}\n{text}", _END, "\n")
-    if continue_last:
-        del segments[-2:]
-    else:
-        segments += (_START, "assistant\n")
-    return RenderedPrompt(_merged(segments))
-
-
-def _merged(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Neighbouring texts become one: the tokenizer must see no border where the template has none."""
-    merged: list[Segment] = []
-    for segment in segments:
-        if merged and isinstance(segment, str) and isinstance(merged[-1], str):
-            merged[-1] += segment
-        else:
-            merged.append(segment)
-    return tuple(merged)
+def _body(message: Message, tools: Sequence[Tool]) -> list[Segment]:
+    return [message.content, *calls_block(message.calls, tools, after_text=bool(message.content))]

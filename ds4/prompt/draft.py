@@ -39,13 +39,13 @@ def marked(text: str, tags: tuple[str, ...]) -> tuple[Segment, ...]:
 
 
 def marked_outside(text: str, payload: re.Pattern[str], tags: tuple[str, ...]) -> list[Segment]:
-    """A sampled block with its structure as special tokens and its values, group 1 of `payload`, as plain text."""
+    """A sampled block: its structure as special tokens, its values (group `value` of `payload`) as plain text."""
     segments: list[Segment] = []
     at = 0
     for match in payload.finditer(text):
-        segments += _split(text[at : match.start(1)], tags)
-        segments.append(match[1])
-        at = match.end(1)
+        segments += _split(text[at : match.start("value")], tags)
+        segments.append(match["value"])
+        at = match.end("value")
     return [*segments, *_split(text[at:], tags)]
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 from ds4._json import JSONError, Node, dumps, parse
 from ds4.prompt.draft import marked, marked_outside
 from ds4.prompt.escaping import escape
+from ds4.prompt.history import replayed
 from ds4.prompt.types import Segment, Special, Tool, ToolCall
 
 BOS = Special("<｜begin▁of▁sentence｜>")
@@ -28,7 +29,9 @@ END_THINK = Special("</think>", optional=True)
 _TAGS = ("｜DSML｜", THINK.text, END_THINK.text)
 _RESULT_END = "</tool_result>"
 # The value of a parameter in a sampled block, in either spelling of the tags.
-_PAYLOAD = re.compile(r'<｜DSML｜ ?parameter\b(?:"[^"]*"|[^">])*>(.*?)(?=</｜DSML｜ ?parameter ?>|\Z)', re.DOTALL)
+_PAYLOAD = re.compile(
+    r'<｜DSML｜ ?parameter\b(?:"[^"]*"|[^">])*>(?P<value>.*?)(?=</｜DSML｜ ?parameter ?>|\Z)', re.DOTALL
+)
 
 _TOOLS = """## Tools
 
@@ -88,9 +91,9 @@ class Dsml:
         """
         if not calls:
             return []
-        raw = calls[0].raw
-        if raw is not None and all(call.raw == raw for call in calls):
-            return marked_outside(raw.decode("utf-8", "replace"), _PAYLOAD, _TAGS)
+        raw = replayed(calls)
+        if raw is not None:
+            return marked_outside(raw, _PAYLOAD, _TAGS)
         block = [*self._own(f"\n\n<｜DSML｜{self.calls}>\n")]
         for call in calls:
             block += self._call(call)

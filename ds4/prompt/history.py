@@ -24,6 +24,14 @@ def has_tool_context(conversation: Conversation, messages: Iterable[Message] = (
     )
 
 
+def replayed(calls: Sequence[ToolCall]) -> str | None:
+    """The block in which all calls of a turn were sampled, if it is known: it is drawn as it was."""
+    raw = calls[0].raw if calls else None
+    if raw is None or any(call.raw != raw for call in calls):
+        return None
+    return raw.decode("utf-8", "replace")
+
+
 def last_calls(messages: Sequence[Message]) -> tuple[ToolCall, ...]:
     """The calls of the last assistant turn that has any."""
     return next((message.calls for message in reversed(messages) if message.calls), ())

@@ -1,4 +1,4 @@
-"""Qwen's tool syntax as prompt text: the declaration of tools, calls in the history, results of calls.
+"""Qwen's tool syntax as prompt segments: the declaration of tools, calls in the history, results of calls.
 
 The wording is what Qwen3-Coder and its successors were trained on (the chat template in their model files). Models
 without a tool syntax of their own are given it too, so that one output parser serves both.
@@ -6,11 +6,15 @@ without a tool syntax of their own are given it too, so that one output parser s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from ds4.prompt.arguments import argument_members
+from ds4.prompt.draft import marked, marked_outside
 from ds4.prompt.escaping import escape
-from ds4.prompt.types import Tool, ToolCall
+from ds4.prompt.history import replayed
+from ds4.prompt.schemas import offered_schemas
+from ds4.prompt.types import Segment, Tool, ToolCall
 
 _BEFORE_SCHEMAS = """# Tools
 
@@ -47,38 +51,48 @@ Reminder:
 the user about function calls
 </IMPORTANT>"""
 
-RESULT_END = "</tool_response>"
+_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_PARAMETER_END, _RESULT_END = "</parameter>", "</tool_response>"
+# The value of a parameter in a sampled block.
+_PAYLOAD = re.compile(r"<parameter=[^>]*>(?P<value>.*?)(?=</parameter>|\Z)", re.DOTALL)
 
 
-def tools_text(tools: Iterable[Tool]) -> str:
-    """The declaration of `tools` for the system turn, without a final newline."""
-    lines = "\n".join(f'{{"type": "function", "function": {tool.schema}}}' for tool in tools)
-    return f"{_BEFORE_SCHEMAS}{lines}{_AFTER_SCHEMAS}"
+def declaration(tools: Iterable[Tool]) -> list[Segment]:
+    """What tells the model its tools, for the system turn, without a final newline."""
+    lines = "\n".join(f'{{"type": "function", "function": {schema}}}' for schema in offered_schemas(tools))
+    return [_BEFORE_SCHEMAS, lines, *marked(_AFTER_SCHEMAS, _TAGS)]
 
 
-def calls_text(calls: Sequence[ToolCall], tools: Sequence[Tool], *, after_text: bool) -> str:
+def calls_block(calls: Sequence[ToolCall], tools: Sequence[Tool], *, after_text: bool) -> list[Segment]:
     """The calls of one assistant turn; `after_text` says that the turn has content before them.
 
     A turn whose sampled block is known is replayed byte for byte, its leading white space included. Otherwise
     arguments stand in the order of the declared schema (`argument_members`), strings raw and all else as JSON.
     """
     if not calls:
-        return ""
-    raw = calls[0].raw
-    if raw is not None and all(call.raw == raw for call in calls):
-        return raw.decode("utf-8", "replace")
+        return []
+    raw = replayed(calls)
+    if raw is not None:
+        return marked_outside(raw, _PAYLOAD, _TAGS)
     schemas = {tool.name: tool.schema for tool in tools}
-    blocks = "\n".join(_call_text(call, schemas.get(call.name)) for call in calls)
-    return f"\n\n{blocks}" if after_text else blocks
+    block: list[Segment] = ["\n\n"] if after_text else []
+    for i, call in enumerate(calls):
+        block += [*marked("\n<tool_call>" if i else "<tool_call>", _TAGS), f"\n<function={_name(call.name)}>\n"]
+        for key, value in argument_members(call.arguments, schemas.get(call.name), _PARAMETER_END):
+            block.append(f"<parameter={_name(key)}>\n{value}\n</parameter>\n")
+        block += ["</function>\n", *marked("</tool_call>", _TAGS)]
+    return block
 
 
-def _call_text(call: ToolCall, schema: str | None) -> str:
-    members = "".join(
-        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in argument_members(call.arguments, schema)
-    )
-    return f"<tool_call>\n<function={call.name}>\n{members}</function>\n</tool_call>"
+def _name(text: str) -> str:
+    """A name cannot leave its tag."""
+    return text.replace(">", "&gt;")
 
 
-def results_text(results: Iterable[str]) -> str:
+def results_block(results: Iterable[str]) -> list[Segment]:
     """The results of one run of tool messages, as they stand in a user turn."""
-    return "\n".join(f"<tool_response>\n{escape(result, RESULT_END)}\n{RESULT_END}" for result in results)
+    block: list[Segment] = []
+    for i, result in enumerate(results):
+        block += [*marked("\n<tool_response>" if i else "<tool_response>", _TAGS), f"\n{escape(result, _RESULT_END)}\n"]
+        block += marked(_RESULT_END, _TAGS)
+    return block

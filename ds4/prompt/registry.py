@@ -10,6 +10,8 @@ from ds4.errors import ConfigError
 from ds4.prompt.chatml import SMOLLM_SYSTEM, ChatMLRenderer
 from ds4.prompt.deepseek4 import DeepSeek4Renderer
 from ds4.prompt.deepseek41 import DeepSeek41Renderer
+from ds4.prompt.glm import GlmRenderer
+from ds4.prompt.qwen import QwenRenderer
 from ds4.prompt.types import Renderer
 
 TEMPLATES = ("ds4", "official")
@@ -45,6 +47,8 @@ SYNTAXES = {
     syntax.name: syntax
     for syntax in (
         Syntax("chatml", _chatml),
+        Syntax("glm", lambda info: GlmRenderer(), thinking=True),
+        Syntax("qwen", lambda info: QwenRenderer(), thinking=True),
         Syntax(
             "deepseek4",
             lambda info: DeepSeek4Renderer(),

@@ -14,7 +14,7 @@ from ds4.errors import ConfigError
 from ds4.prompt.arguments import argument_members
 from ds4.prompt.chatml import SMOLLM_SYSTEM, ChatMLRenderer
 from ds4.prompt.escaping import escape, unescape
-from ds4.prompt.qwen_tools import tools_text
+from ds4.prompt.qwen_tools import declaration
 from ds4.prompt.registry import syntax_of
 from ds4.prompt.types import Conversation, Message, RenderedPrompt, Special, Tool, ToolCall
 
@@ -25,6 +25,8 @@ SEARCH = Tool(
     '{"name": "search", "parameters": {"type": "object", "properties": {"query": {"type": "string"}, '
     '"n": {"type": "integer"}}}}',
 )
+
+DECLARATION = RenderedPrompt(tuple(declaration([SEARCH]))).text
 
 
 def render(*messages: Message, tools: tuple[Tool, ...] = (), continue_final: bool = False) -> RenderedPrompt:
@@ -93,10 +95,10 @@ def test_final_assistant_turn_is_continued() -> None:
 
 def test_tools_stand_before_the_system_text() -> None:
     text = render(Message("system", "S"), user("Hi"), tools=(SEARCH,)).text
-    assert text.startswith(f"<|im_start|>system\n{tools_text([SEARCH])}\n\nS<|im_end|>\n")
+    assert text.startswith(f"<|im_start|>system\n{DECLARATION}\n\nS<|im_end|>\n")
     assert f'<tools>\n{{"type": "function", "function": {SEARCH.schema}}}\n</tools>' in text
     assert render(user("Hi"), tools=(SEARCH,)).text.startswith(
-        f"<|im_start|>system\n{tools_text([SEARCH])}\n\n{SMOLLM_SYSTEM}<|im_end|>\n"
+        f"<|im_start|>system\n{DECLARATION}\n\n{SMOLLM_SYSTEM}<|im_end|>\n"
     )
 
 

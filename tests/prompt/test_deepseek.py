@@ -14,10 +14,10 @@ from ds4.prompt.deepseek4 import ABSOLUTE_MAXIMUM, BEYOND_MAXIMUM, DeepSeek4Rend
 from ds4.prompt.deepseek41 import DeepSeek41Renderer, effort_text
 from ds4.prompt.dsml import Dsml
 from ds4.prompt.registry import syntax_of
-from ds4.prompt.types import Conversation, Message, RenderedPrompt, Special, ToolCall
+from ds4.prompt.types import Conversation, Message, Special, ToolCall
 from tests.prompt.test_chatml import info
 from tests.support.conversations import Conversations
-from tests.support.prompts import WEATHER, Worked, specials, worked
+from tests.support.prompts import WEATHER, Worked, harmless, specials, text_of, worked
 
 SEED = 20261130
 
@@ -39,10 +39,6 @@ WITHOUT_HEADER = {"V4-11": "<｜Assistant｜></think>", "V4-13": "<｜Assistant�
 
 def user(text: str) -> Message:
     return Message("user", text)
-
-
-def text_of(segments: list[str | Special]) -> str:
-    return RenderedPrompt(tuple(segments)).text
 
 
 @pytest.mark.parametrize("case", worked("V4-") + worked("V41-"), ids=lambda case: case.id)
@@ -171,37 +167,14 @@ def test_system_texts_of_a_tail() -> None:
 
 @pytest.mark.parametrize("renderer", RENDERERS)
 def test_nothing_in_data_becomes_a_control_token(renderer: Renderer) -> None:
-    """The special tokens of a prompt are those of the same conversation with its texts emptied of everything."""
+    """The special tokens of a prompt are those of the same conversation with harmless texts."""
     source = Conversations(SEED)
     for i in range(200):
         conversation = source.conversation()
         prompt = renderer.render(conversation)
-        plain = renderer.render(_harmless(conversation))
+        plain = renderer.render(harmless(conversation))
         assert specials(prompt) == specials(plain), (SEED, i, conversation)
         assert not any(isinstance(a, str) and isinstance(b, str) for a, b in pairwise(prompt.segments))
-
-
-def _harmless(conversation: Conversation) -> Conversation:
-    """The conversation with `x` in place of every text, argument values included; what was empty stays empty."""
-
-    def text(value: str) -> str:
-        return "x" if value else ""
-
-    def call(call: ToolCall) -> ToolCall:
-        try:
-            arguments = json.loads(call.arguments)
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            return replace(call, arguments="not json" if call.arguments.strip() else call.arguments)
-        return replace(call, arguments=json.dumps(dict.fromkeys(arguments, "x")))
-
-    messages = tuple(
-        replace(m, content=text(m.content), reasoning=text(m.reasoning), calls=tuple(map(call, m.calls)))
-        for m in conversation.messages
-    )
-    tools = tuple(replace(tool, schema="{}") for tool in conversation.tools)
-    return replace(conversation, messages=messages, tools=tools)
 
 
 @pytest.mark.parametrize("renderer", [DeepSeek4Renderer(), DeepSeek41Renderer()], ids=["V4", "V4.1"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ds4.prompt.types import Conversation, Message, RenderedPrompt, Special, Tool, ToolCall
+from ds4.prompt.types import Conversation, Message, RenderedPrompt, Segment, Special, Tool, ToolCall
 
 WEATHER = Tool(
     "get_weather",
@@ -68,3 +68,49 @@ def special_ranges(prompt: RenderedPrompt) -> list[tuple[int, int]]:
             ranges.append((at, at + len(text)))
         at += len(text)
     return ranges
+
+
+def text_of(segments: Iterable[Segment]) -> str:
+    return RenderedPrompt(tuple(segments)).text
+
+
+def harmless(conversation: Conversation, *, trimmed: bool = False) -> Conversation:
+    """The conversation with `x` in place of every text, values of arguments included; what was empty stays empty.
+
+    `trimmed`: white space alone counts as empty, and a think tag at the start of an answer, which replaces the
+    reasoning, stays.
+    """
+
+    def text(value: str) -> str:
+        content = value.strip(" \t\n") if trimmed else value
+        if trimmed and content.startswith(("<think>", "</think>")):
+            return "<think>"
+        return "x" if content else ""
+
+    def call(call: ToolCall) -> ToolCall:
+        try:
+            arguments = json.loads(call.arguments)
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            return replace(call, arguments="not json" if call.arguments.strip() else call.arguments)
+        return replace(call, arguments=json.dumps(dict.fromkeys(arguments, "x")))
+
+    messages = tuple(
+        replace(m, content=text(m.content), reasoning=text(m.reasoning), calls=tuple(map(call, m.calls)))
+        for m in conversation.messages
+    )
+    tools = tuple(replace(tool, schema="{}") for tool in conversation.tools)
+    return replace(conversation, messages=messages, tools=tools)
+
+
+def typed_tools(calls: Iterable[ToolCall]) -> tuple[Tool, ...]:
+    """A declaration for each call, by which a parser knows the types of its arguments."""
+    names = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+    tools = []
+    for call in calls:
+        members = json.loads(call.arguments)
+        properties = {key: {"type": names.get(type(value), "null")} for key, value in members.items()}
+        schema = {"name": call.name, "parameters": {"type": "object", "properties": properties}}
+        tools.append(Tool(call.name, json.dumps(schema, ensure_ascii=False)))
+    return tuple(tools)
