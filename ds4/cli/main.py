@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds4.cli import inspect, kv, logits, tokenize
+from ds4.cli import convert, inspect, kv, logits, synth, tokenize
 from ds4.cli.flags import (
     ENGINE_FLAGS,
     SAMPLING_FLAGS,
@@ -29,7 +29,14 @@ from ds4.errors import ConfigError, ContextLengthError
 PROGRAM = "ds4"
 DEFAULT_SYSTEM = "You are a helpful assistant"
 """Where the syntax has no system text of its own."""
-TOOLS = {"inspect": inspect, "tokenize": tokenize, "logits": logits, "kv": kv}
+TOOLS = {
+    "inspect": inspect,
+    "tokenize": tokenize,
+    "logits": logits,
+    "kv": kv,
+    "convert": convert,
+    "synth": synth,
+}
 
 FLAGS: tuple[Flag, ...] = (
     Flag(("--prompt", "-p"), "prompt", "one turn, then exit; - reads standard input", "TEXT", topic="prompt"),
@@ -59,7 +66,8 @@ TOPICS = {
 
 INTRO = """\
 Talks to a local model: one turn with -p, --prompt-file or text on standard input, else a prompt of its own.
-Tools: ds4 inspect FILE | ds4 tokenize FILE | ds4 logits FILE | ds4 kv COMMAND DIR; each has its --help."""
+Tools: ds4 inspect FILE | ds4 tokenize FILE | ds4 logits FILE | ds4 kv COMMAND DIR | ds4 convert SRC DST |
+ds4 synth DST; each has its --help."""
 
 
 @dataclass(frozen=True, slots=True)

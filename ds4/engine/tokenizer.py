@@ -70,6 +70,33 @@ PRE_TOKENIZERS: dict[str, _Pre] = {
 """Known values of `tokenizer.ggml.pre`."""
 
 
+def pre_tokenizer_name(definition: Mapping[str, Any]) -> str | None:
+    """The value of `tokenizer.ggml.pre` that cuts text as a definition in the `tokenizers` library's format does."""
+    outer = definition.get("pre_tokenizer") or {}
+    steps = outer.get("pretokenizers", []) if outer.get("type") == "Sequence" else [outer]
+    normal = definition.get("normalizer") or {}
+    if normal.get("type") == "Sequence" and not normal.get("normalizers"):
+        normal = {}
+    patterns: list[str] = []
+    gpt2_words = single_digits = byte_level = False
+    for step in steps:
+        kind = step.get("type")
+        if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+            patterns.append(str((step.get("pattern") or {}).get("Regex")))
+        elif kind == "Digits" and step.get("individual_digits"):
+            single_digits = True
+        elif kind == "ByteLevel" and not step.get("add_prefix_space", True):
+            byte_level, gpt2_words = True, step.get("use_regex", True) is True
+        else:
+            return None
+    if not byte_level or normal.get("type") not in (None, "NFC"):
+        return None
+    model = definition.get("model") or {}
+    whole = model.get("ignore_merges") is True
+    wanted = _Pre(tuple(patterns), gpt2_words, single_digits, whole, normal.get("type") == "NFC")
+    return next((name for name, known in PRE_TOKENIZERS.items() if known == wanted), None)
+
+
 class SpecialSegment(Protocol):
     """A special token in a rendered prompt, by its text (`ds4.prompt.types.Special`).
 
