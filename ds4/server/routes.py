@@ -113,7 +113,7 @@ class Router:
             responder.send(204, b"", "")
             return
         route = self.find(request.method, request.path)
-        shape = openai_error if route is None else route.shape
+        shape = self._shape(request.path) if route is None else route.shape
         try:
             if route is None:
                 raise RequestError("unknown endpoint", status=404)
@@ -148,9 +148,11 @@ class Router:
 
     def error_body(self, status: int, message: str, path: str) -> bytes:
         """An error of the HTTP layer in the shape of the dialect that the path belongs to."""
+        return self._shape(path)(status_error(status, message))
+
+    def _shape(self, path: str) -> Shape:
         routes = (self.find(method, path) for method in ("POST", "GET"))
-        shape = next((route.shape for route in routes if route is not None), openai_error)
-        return shape(status_error(status, message))
+        return next((route.shape for route in routes if route is not None), openai_error)
 
 
 def _is_folder(route: Route) -> bool:

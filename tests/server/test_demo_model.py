@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -130,3 +131,51 @@ def test_second_turn_reuses_the_first(server: RunningServer) -> None:
     second = server.http.post("/v1/chat/completions", json=body).json()["usage"]
     assert second["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
     assert second["prompt_tokens"] > first["usage"]["prompt_tokens"]
+
+
+def test_text_completion_is_the_reference(server: RunningServer) -> None:
+    """A raw prompt, as text and as tokens: the same ids in, the same greedy text out (float32 reference)."""
+    data = json.loads((Path(__file__).parent.parent / "data/smollm2/reference.json").read_text())
+    case = data["cases"]["plain_completion"]
+    for prompt in (case["text"], case["prompt_ids"]):
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": len(case["greedy_ids"]), "logprobs": 2}
+        answer = server.http.post("/v1/completions", json=body).json()
+        choice = answer["choices"][0]
+        assert choice["text"] == case["greedy_text"]
+        assert "".join(choice["logprobs"]["tokens"]) == case["greedy_text"]
+        assert answer["usage"]["prompt_tokens"] == len(case["prompt_ids"])
+
+
+def test_every_dialect_gives_the_same_answer(server: RunningServer) -> None:
+    question = {"role": "user", "content": QUESTIONS[0]}
+    expected = streamed(server.url, QUESTIONS[0])
+    with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
+        asked = {"model": "m", "max_tokens": N_TOKENS, "messages": [question], "extra_body": {"temperature": 0}}
+        message = client.messages.create(**asked)
+        with client.messages.stream(**asked) as events:
+            assert "".join(events.text_stream) == expected
+    assert [block.text for block in message.content if block.type == "text"] == [expected]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
+        request = {"model": "m", "input": QUESTIONS[0], "temperature": 0, "max_output_tokens": N_TOKENS}
+        response = client.responses.create(**request)
+        with client.responses.stream(**request) as stream:
+            for _ in stream:
+                pass
+            assert stream.get_final_response().output_text == expected
+    assert response.output_text == expected
+    assert response.usage is not None
+    assert response.usage.input_tokens_details.cached_tokens > 0
+    assert response.usage.input_tokens == message.usage.input_tokens + sum(
+        count or 0 for count in (message.usage.cache_read_input_tokens, message.usage.cache_creation_input_tokens)
+    )
+
+
+def test_choices_of_one_prompt(server: RunningServer) -> None:
+    """Greedy choices are equal, seeded ones are those of their seeds alone."""
+    body = {"messages": [{"role": "user", "content": QUESTIONS[3]}], "max_tokens": 12, "temperature": 0, "n": 3}
+    texts = [c["message"]["content"] for c in server.http.post("/v1/chat/completions", json=body).json()["choices"]]
+    assert texts[0] and len(set(texts)) == 1
+    sampled = server.http.post("/v1/chat/completions", json={**body, "temperature": 1, "seed": 5}).json()["choices"]
+    for index, choice in enumerate(sampled):
+        alone = streamed(server.url, QUESTIONS[3], temperature=1, seed=5 + index, max_tokens=12)
+        assert choice["message"]["content"] == alone

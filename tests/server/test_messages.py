@@ -494,6 +494,7 @@ def test_errors_of_the_transport_have_the_shape(serve: Serve) -> None:
     assert "JSON" in error(server.http.post("/messages/count_tokens", content=b"{,}"))["message"]
     broken = server.http.post("/v1/messages", content=b"x", headers={"content-encoding": "br"})
     error(broken, 415)
+    error(server.http.get("/v1/messages"), 404, "not_found_error")
     openai_error(server.http.get("/v1/messages/batches"), 404)
 
 

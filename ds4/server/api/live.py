@@ -32,7 +32,9 @@ class LiveTurn:
 
     @property
     def characters(self) -> int:
-        return sum(
+        """What it keeps in memory, about."""
+        texts = len(self.system or "") + sum(len(tool.schema) for tool in self.tools)
+        return texts + sum(
             len(message.content) + len(message.reasoning) + sum(len(call.arguments) for call in message.calls)
             for message in self.messages
         )

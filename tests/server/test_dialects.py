@@ -1,0 +1,232 @@
+"""What holds across the dialects: a conversation is the same in each, and no body is an error of ours."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ds4._json import parse
+from ds4.prompt.types import Conversation
+from ds4.server.api import chat, messages, responses
+from ds4.server.api.live import LiveTurns
+from ds4.server.api.prepare import Preparer
+from ds4.server.api.usage import total
+from ds4.server.types import Finish
+from ds4.testing import ScriptedEngine
+from tests.support.api import parse_events
+from tests.support.running_server import Serve
+
+PREPARER = Preparer(ScriptedEngine(syntax="deepseek41"), 100)
+
+WORDS = ("yes", "no", "", "a\nb", "é😀", '"quoted"', "</tool_result>", "<｜User｜>", "{}", "null")
+
+
+class Story:
+    """A random conversation, and its body in each dialect."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.chat: list[dict[str, Any]] = []
+        self.items: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
+        self.system = rng.choice(("Be brief.", "two\nlines"))
+        for number in range(rng.randint(1, 4)):
+            self._user()
+            self._assistant(number)
+        self._user()
+
+    def text(self) -> str:
+        return " ".join(self.rng.choices(WORDS, k=self.rng.randint(1, 4))) or "x"
+
+    def _content(self, text: str, kind: str) -> Any:
+        """The text as a string or in parts."""
+        if self.rng.random() < 0.5:
+            return text
+        at = self.rng.randint(0, len(text))
+        return [{"type": kind, "text": piece} for piece in (text[:at], text[at:])]
+
+    def _user(self) -> None:
+        text = self.text()
+        self.chat.append({"role": "user", "content": self._content(text, "text")})
+        self.items.append({"role": "user", "content": self._content(text, "input_text")})
+        self.messages.append({"role": "user", "content": self._content(text, "text")})
+
+    def _assistant(self, number: int) -> None:
+        text = self.text()
+        reasoning = self.text() if self.rng.random() < 0.5 else None
+        calls = [
+            (f"c{number}_{i}", self.rng.choice("fg"), {"a": self.text(), "n": i}) for i in range(self.rng.randint(0, 2))
+        ]
+        chat_message: dict[str, Any] = {"role": "assistant", "content": text}
+        blocks: list[dict[str, Any]] = []
+        if reasoning is not None:
+            chat_message[self.rng.choice(("reasoning_content", "reasoning"))] = reasoning
+            blocks.append({"type": "thinking", "thinking": reasoning, "signature": "s"})
+            part = {"type": "reasoning_text", "text": reasoning}
+            summary = {"type": "summary_text", "text": reasoning}
+            as_summary = self.rng.random() < 0.5
+            self.items.append(
+                {"type": "reasoning", "summary": [summary]}
+                if as_summary
+                else {"type": "reasoning", "summary": [], "content": [part], "encrypted_content": None}
+            )
+        self.items.append({"type": "message", "role": "assistant", "content": self._content(text, "output_text")})
+        blocks.append({"type": "text", "text": text})
+        for call_id, name, arguments in calls:
+            # Nobody sends arguments back byte for byte, but equal text must stay equal text here.
+            sent = json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)
+            function = {"name": name, "arguments": sent}
+            chat_message.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+            self.items.append({"type": "function_call", "call_id": call_id, **function})
+            blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": arguments})
+        self.chat.append(chat_message)
+        self.messages.append({"role": "assistant", "content": blocks})
+        results = [(call_id, self.text()) for call_id, _, _ in calls]
+        for call_id, result in results:
+            self.chat.append({"role": "tool", "tool_call_id": call_id, "content": self._content(result, "text")})
+            output = self._content(result, "input_text")
+            self.items.append({"type": "function_call_output", "call_id": call_id, "output": output})
+        if results:
+            blocks = [
+                {"type": "tool_result", "tool_use_id": call_id, "content": self._content(result, "text")}
+                for call_id, result in results
+            ]
+            self.messages.append({"role": "user", "content": blocks})
+
+    def conversations(self) -> dict[str, Conversation]:
+        def node(body: dict[str, Any]) -> Any:
+            return parse(json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode())
+
+        effort = self.rng.choice(("none", "low", "high", 40))
+        unused: list[str] = []
+        of_chat = node(
+            {"messages": [{"role": "system", "content": self.system}, *self.chat], "reasoning_effort": effort}
+        )
+        of_items = node({"input": self.items, "instructions": self.system, "reasoning": {"effort": effort}})
+        of_messages = node({"messages": self.messages, "system": self.system, "output_config": {"effort": effort}})
+        return {
+            "chat": chat.read_conversation(of_chat, PREPARER)[0],
+            "responses": responses.read_prompt(of_items, PREPARER, unused, LiveTurns()).conversation,
+            "messages": messages.read_prompt(of_messages, PREPARER, unused, LiveTurns()).conversation,
+        }
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_equal_conversations_are_equal(seed: int) -> None:
+    found = Story(random.Random(seed)).conversations()
+    assert found["chat"] == found["responses"], f"seed {seed}"
+    # Only Messages says which turns stood in one message of the client.
+    apart = tuple(replace(message, joined=False) for message in found["messages"].messages)
+    assert found["chat"] == replace(found["messages"], messages=apart), f"seed {seed}"
+
+
+# ---- bodies that nobody meant -----------------------------------------------------------------------------------
+
+TOOL = {"type": "object", "properties": {"a": {"type": "string"}}}
+SEEDS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f"}}]},
+            {"role": "tool", "tool_call_id": "c", "content": "r"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": TOOL}}],
+        "n": 1,
+        "stream_options": {"include_usage": True},
+        "logit_bias": {"1": 1},
+    },
+    "/v1/completions": {"prompt": ["x", [1, 2]], "n": 1, "logprobs": 1, "template": "raw", "stop": ["y"]},
+    "/v1/responses": {
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "y"}]},
+            {"type": "custom_tool_call", "call_id": "c", "name": "p", "input": "z"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+            {"type": "tool_search_call", "call_id": "t", "arguments": {"q": "x"}},
+            {"type": "tool_search_output", "call_id": "t", "tools": [{"type": "function", "name": "h"}]},
+        ],
+        "tools": [
+            {"type": "function", "name": "f", "parameters": TOOL},
+            {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "lark", "definition": "s:"}},
+            {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}]},
+        ],
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"format": {"type": "text"}},
+        "previous_response_id": None,
+        "metadata": {},
+    },
+    "/v1/messages": {
+        "system": [{"type": "text", "text": "x"}],
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}]},
+        ],
+        "tools": [{"name": "f", "input_schema": TOOL}],
+        "tool_choice": {"type": "auto"},
+        "thinking": {"type": "enabled"},
+        "output_config": {"effort": "high"},
+    },
+}
+VALUES: tuple[Any, ...] = (None, True, 0, -1, 1.5, 2**63, "", "x", "type", [], {}, [[]], [None], {"type": "x"}, [{}])
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of everything inside."""
+    found: list[tuple[Any, Any]] = []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        found.append((value, key))
+        found += places(inner)
+    return found
+
+
+@pytest.mark.parametrize("path", SEEDS)
+def test_no_body_is_an_error_of_ours(serve: Serve, path: str) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    server = serve(ScriptedEngine("ok", syntax="deepseek41"))
+    answered = 0
+    for _ in range(300):
+        body = copy.deepcopy(SEEDS[path])
+        body["stream"] = rng.random() < 0.2
+        for _ in range(rng.randint(1, 3)):
+            container, key = rng.choice(places(body))
+            action = rng.random()
+            if action < 0.2:
+                del container[key]
+            elif action < 0.3 and isinstance(container, dict):
+                container[rng.choice(("type", "role", "content", "id"))] = container[key]
+            else:
+                container[key] = copy.deepcopy(rng.choice(VALUES))
+        response = server.http.post(path, json=body)
+        assert response.status_code in (200, 400), (seed, body, response.text)
+        answered += response.status_code == 200
+        if response.headers["content-type"] == "text/event-stream":
+            assert "internal error" not in response.text, (seed, body)
+            if path in ("/v1/responses", "/v1/messages"):
+                assert parse_events(response.text)[-1].name not in ("error", "response.failed"), (seed, body)
+        elif response.status_code == 400:
+            assert response.json()["error"]["message"]
+    assert 30 < answered < 300, "a test whose bodies are all good or all bad tests nothing"
+
+
+# ---- usage ------------------------------------------------------------------------------------------------------
+
+
+def test_choices_of_a_prompt_count_it_once() -> None:
+    evaluated = Finish("stop", 100, 10, 90, 5, 1, ttft=2.0, prefill_seconds=1.0, decode_seconds=3.0)
+    forked = Finish("stop", 100, 99, 1, 7, 2, ttft=1.0, prefill_seconds=0.5, decode_seconds=4.0)
+    both = total([evaluated, forked], 2)
+    assert (both.prompt_tokens, both.cached_tokens, both.cache_write_tokens) == (100, 10, 90)
+    assert (both.completion_tokens, both.reasoning_tokens) == (12, 3)
+    assert (both.ttft, both.prefill_seconds, both.decode_seconds) == (1.0, 1.0, 4.0)
+    two_prompts = total([evaluated, forked, evaluated, evaluated], 2)
+    assert (two_prompts.prompt_tokens, two_prompts.cached_tokens, two_prompts.cache_write_tokens) == (200, 20, 180)
+    assert total([evaluated]) is evaluated
