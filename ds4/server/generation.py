@@ -3,8 +3,8 @@
 The scheduler decides when a generation gets a row in a step; here is what happens with the row's result. Per token:
 
     id -> bytes -> stop-string matcher -> output parser -> events
-                                              |
-                                              +-> greedy or free sampling of the next token
+     |                                        |
+     +-> constraint: allowed next tokens      +-> greedy or free sampling of the next token
 
 The last token drawn is never evaluated: after the end the session holds the prompt and all output but that token
 (and never a stop token), which is what the next turn's prompt begins with.
@@ -19,6 +19,7 @@ from ds4 import _core, _dsml
 from ds4.engine.types import Row, RowResult, SamplerLike
 from ds4.errors import EngineError
 from ds4.prompt.types import Message, ToolCall
+from ds4.server.constrained import Constrained
 from ds4.server.keys import key_of_tokens
 from ds4.server.reuse import LiveText, Query, Reuse, Visible
 from ds4.server.types import (
@@ -92,9 +93,10 @@ class Generation:
     """The running state of one job in one slot. Only the engine thread touches it."""
 
     __slots__ = (
-        "_created", "_eos", "_evaluated", "_first_token", "_greedy", "_last_token", "_matcher", "_over", "_parser",
-        "_reasoning_tokens", "_stop", "_token_bytes", "_tokenizer", "assigned", "begun", "cold", "completion_tokens",
-        "frontiers", "job", "last_token_time", "next_token", "position", "restoring", "reuse", "sampler", "slot",
+        "_constrained", "_created", "_eos", "_evaluated", "_first_token", "_greedy", "_last_token", "_matcher",
+        "_over", "_parser", "_reasoning_tokens", "_stop", "_token_bytes", "_tokenizer", "assigned", "begun", "cold",
+        "completion_tokens", "frontiers", "job", "last_token_time", "next_token", "position", "restoring", "reuse",
+        "sampler", "slot",
     )  # fmt: skip
 
     def __init__(self, job: Job, slot: Slot, reuse: Reuse, engine: EngineLike, now: float) -> None:
@@ -122,6 +124,15 @@ class Generation:
             self.sampler.forbid(tuple(tokenizer.eos_ids))
         if request.sampling.repetition_penalty != 1.0:
             self.sampler.observe(request.prompt_tokens, prompt=True)
+        self._constrained: Constrained | None = None
+        if request.constraint is not None:
+            self._constrained = Constrained(
+                request.constraint,
+                self.sampler,
+                thinking=request.thinking,
+                eos_ids=tokenizer.eos_ids,
+                encode=tokenizer.encode,
+            )
         self._eos = frozenset(tokenizer.eos_ids)
         self._tokenizer = tokenizer
         self._token_bytes: Callable[[int], bytes] = tokenizer.token_bytes
@@ -261,7 +272,10 @@ class Generation:
         if self.completion_tokens == 0:
             self._first_token = now
         self.last_token_time = now
+        constrained = self._constrained
         if token in self._eos:
+            if constrained is not None:
+                constrained.end()
             self._end("eos", now, events)
             return True
         data = self._token_bytes(token)
@@ -272,6 +286,7 @@ class Generation:
             self._reasoning_tokens += 1
         if result.logprobs is not None:
             events.append(SampledToken(token, data, result.logprobs))
+        complete = constrained is not None and constrained.accept(token, data)
         matcher = self._matcher
         if matcher is not None:
             data, self._stop = matcher.feed(data)
@@ -280,7 +295,7 @@ class Generation:
         if self._stop is not None:
             self._end("stop", now, events)
             return True
-        if parser.stop_now:
+        if complete or parser.stop_now:
             self._end("eos", now, events)
             return True
         if self.completion_tokens >= self.job.request.max_tokens or self.slot.session.n_tokens >= self.slot.session.ctx:

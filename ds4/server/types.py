@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ds4.engine.constraint import Constraint
 from ds4.engine.types import SamplingParams, TokenLogprobs
 from ds4.prompt.types import Message
 
@@ -44,6 +45,8 @@ class GenerationRequest:
     """Tool calls are looked for in the output."""
     tool_schemas: tuple[tuple[str, str], ...] = ()
     """(name, canonical schema) of the callable tools: types of GLM and Qwen arguments."""
+    constraint: Constraint | None = None
+    """What the text behind the reasoning must match."""
     echo_text: bytes = b""
     created: float = 0.0
     """`time.monotonic()` when the request's last byte arrived."""

@@ -19,7 +19,8 @@ from ds4.server.api.chat_answer import ChatAnswer, new_style
 from ds4.server.api.content import arguments_text, text_of
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.prepare import Limits, Preparer
-from ds4.server.api.tools import function_tools, tools_offered
+from ds4.server.api.structure import Structure, constrain, read_structure, read_tool_choice
+from ds4.server.api.tools import function_tools
 
 if TYPE_CHECKING:
     from ds4.server.api.service import Service
@@ -54,7 +55,10 @@ FIELDS = FieldTable(
         fields.TIMINGS,
         fields.accepted("tools", fields.ARRAY, "none", "functions; hosted tools are left out"),
         fields.accepted(
-            "tool_choice", fields.one_of(fields.STRING, fields.OBJECT), "`auto`", "`none` hides them; forced is 400"
+            "tool_choice",
+            fields.one_of(fields.STRING, fields.OBJECT),
+            "`auto`",
+            "`none` hides them; `required` or a named function makes the answer a call; others are 400",
         ),
         *fields.THINKING,
         fields.accepted("reasoning", fields.OBJECT, "", "`effort` in it counts"),
@@ -66,7 +70,7 @@ FIELDS = FieldTable(
             "goes on with the last assistant message instead of opening a turn; so does `messages[-1].prefix`",
         ),
         fields.accepted("add_generation_prompt", fields.BOOLEAN, "true", "false only beside `continue_final_message`"),
-        fields.accepted("response_format", fields.OBJECT, "text", "other types are 400"),
+        fields.accepted("response_format", fields.OBJECT, "text", fields.FORMAT_NOTE),
         fields.accepted("modalities", fields.array_of(fields.STRING), "text", "others are 400"),
         fields.refused("audio"),
         fields.refused("functions", "use `tools`"),
@@ -78,7 +82,7 @@ FIELDS = FieldTable(
         fields.ignored("store"),
         fields.ignored("metadata"),
         fields.ignored("user"),
-        fields.ignored("parallel_tool_calls", "a model calls as many tools as it wants"),
+        fields.accepted("parallel_tool_calls", fields.BOOLEAN, "true", "false holds where calls are constrained"),
         fields.ignored("prompt_cache_key", "every prompt is looked up in the caches"),
         fields.ignored("service_tier"),
         fields.ignored("prediction"),
@@ -94,6 +98,7 @@ class ChatRequest:
     conversation: Conversation
     sampling: SamplingParams
     limits: Limits
+    structure: Structure
     choices: int
     stream: bool
     include_usage: bool
@@ -108,7 +113,6 @@ def read_chat(body: Node, defaults: SamplingParams, preparer: Preparer, slots: i
     model = body.get_str("model")
     conversation, unused = read_conversation(body, preparer)
     _check_modalities(body)
-    common.check_text_format(body, "response_format")
     options = body.get_object("stream_options")
     return ChatRequest(
         model=model,
@@ -119,6 +123,7 @@ def read_chat(body: Node, defaults: SamplingParams, preparer: Preparer, slots: i
             stop=common.stop_strings(body, "stop"),
             ignore_eos=common.ignore_eos(body),
         ),
+        structure=read_structure(body, body.get_object("response_format"), conversation.tools, read_tool_choice(body)),
         choices=common.choices(body, slots),
         stream=body.get_bool("stream", False),
         include_usage=options is not None and options.get_bool("include_usage", False),
@@ -140,7 +145,7 @@ def read_conversation(body: Node, preparer: Preparer) -> tuple[Conversation, lis
     tools = function_tools(body, unused)
     conversation = Conversation(
         messages,
-        tools if tools_offered(body) else (),
+        tools if read_tool_choice(body).mode != "none" else (),
         common.thinking_effort(body, body.get_str("model", ""), preparer.syntax, preparer.n_ctx),
         _continues(body, nodes),
     )
@@ -218,6 +223,7 @@ async def chat_completions(service: Service, request: Request, responder: Respon
     body = service.body(request)
     chat = read_chat(body, service.config.sampling, service.preparer, service.n_slots)
     service.unknown.note(FIELDS.where, chat.unused)
+    constraint = await constrain(service.preparer, chat.structure)
     prompt = await service.prompt(chat.conversation)
     model = service.model_id if chat.model is None else chat.model
     style = new_style(
@@ -236,6 +242,7 @@ async def chat_completions(service: Service, request: Request, responder: Respon
             common.choice_sampling(chat.sampling, choice),
             chat.limits,
             param="messages",
+            constraint=constraint,
             received=request.received,
         )
         for choice in range(chat.choices)

@@ -139,6 +139,7 @@ THINKING = (
 STOP_SCHEMA = one_of(STRING, array_of(STRING))
 STOP_NOTE = "a string or an array; matched in the raw generated text, never part of the answer"
 MAX_TOKENS_NOTE = "clamped to what fits; 0 evaluates the prompt only (finish `length`); -1 is no limit"
+FORMAT_NOTE = "`json_schema`, `json_object`, `regex`, `lark`: see structured output"
 IGNORE_EOS = accepted("ignore_eos", BOOLEAN, "false", "needs an explicit `temperature` of 0")
 STREAM_OPTIONS = accepted(
     "stream_options", OBJECT, "", "`include_usage`: one chunk with `choices: []` and `usage` before `[DONE]`"

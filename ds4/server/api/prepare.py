@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+from ds4.engine.constraint import Compiler, Constraint
 from ds4.engine.types import EngineLike, SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.registry import syntax_of
@@ -49,6 +50,7 @@ class Preparer:
         self.renderer = self.syntax.make(engine.info)
         self.n_ctx = engine.config.ctx
         self.vocab_size = engine.tokenizer.vocab_size
+        self.compiler = Compiler(engine.tokenizer, engine.info.vocab_size)
         self._tokenizer = engine.tokenizer
         self._max_output_tokens = max_output_tokens
         self._specials_in_text = specials_in_text
@@ -98,12 +100,14 @@ class Preparer:
         *,
         param: str | None,
         echo: bool = False,
+        constraint: Constraint | None = None,
         received: float | None = None,
     ) -> GenerationRequest:
         """Raises RequestError (400, `context_length_exceeded`) when no token fits after the prompt.
 
         `conversation` None: everything that is generated is text. `param` is the dialect's name of the field that
-        holds the prompt, None where errors have none. `echo` puts the prompt's text before the answer.
+        holds the prompt, None where errors have none. `echo` puts the prompt's text before the answer. `constraint`
+        is what the answer must match (`structure.constrain`).
         """
         n_prompt = len(prompt.tokens)
         self.check_fits(n_prompt, param, dialect)
@@ -123,6 +127,7 @@ class Preparer:
             thinking=conversation is not None and prompt.rendered.thinking,
             tools=bool(tools),
             tool_schemas=tuple((tool.name, tool.schema) for tool in tools),
+            constraint=constraint,
             echo_text=prompt.rendered.text.encode("utf-8", "replace") if echo else b"",
             created=time.monotonic() if received is None else received,
             visible=None

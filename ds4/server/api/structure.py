@@ -1,0 +1,228 @@
+"""Structured output: what a request asks its answer to look like, in every dialect, and the constraint that does it.
+
+    structure = read_structure(body, body.get("response_format"), tools)       # 400 with the path of what is wrong
+    constraint = await constrain(preparer, structure)                          # None: nothing is constrained
+
+`response_format` (Chat), `text.format` (Responses) and `output_config.format` (Messages) are one reader's work; so are
+the spellings of `tool_choice`. A function's `strict` holds when it is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ds4._json import Node, parse
+from ds4.engine.constraint import Compiler, Constraint, Grammar, GrammarError, keyword_path
+from ds4.errors import RequestError
+from ds4.prompt.call_grammar import SYNTAXES, CallGrammar, Function, SchemaError
+from ds4.prompt.types import Tool
+from ds4.server.api.common import required
+
+if TYPE_CHECKING:
+    from ds4.server.api.prepare import Preparer
+
+Choice = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`name`: the one function that must be called. `single`: at most one call."""
+
+    mode: Choice = "auto"
+    name: str | None = None
+    single: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A function, and the path of its parameters in the body."""
+
+    function: Function
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What the answer must look like. `format` None: text; `param` is the path of the schema or grammar."""
+
+    format: Grammar | None = None
+    param: str = ""
+    choice: ToolChoice = ToolChoice()
+    functions: tuple[Declared, ...] = ()
+
+    @property
+    def constrains(self) -> bool:
+        forced = self.choice.mode == "required"
+        return self.format is not None or forced or any(d.function.strict for d in self.functions)
+
+
+def read_structure(body: Node, format_node: Node | None, tools: Sequence[Tool], choice: ToolChoice) -> Structure:
+    """The structure that a body asks for. `tools` are those offered to the model (none for choice `none`).
+
+    Raises RequestError or JSONError with the path of what is wrong, also for combinations that make no sense.
+    """
+    grammar, param = (None, "") if format_node is None else read_format(format_node)
+    structure = Structure(grammar, param, choice, tuple(_declared(body, tools)))
+    if not structure.constrains:
+        return structure
+    if choice.mode == "required" and not tools:
+        raise RequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
+    if choice.name is not None and all(tool.name != choice.name for tool in tools):
+        raise RequestError(f"tool_choice names {choice.name[:64]!r}, which is not among the tools", param="tool_choice")
+    if grammar is not None and grammar.kind != "json_schema" and tools:
+        raise RequestError(f"a {grammar.kind} format cannot be combined with tools", param=param)
+    if body.get_bool("ignore_eos", False):
+        raise RequestError("ignore_eos cannot be combined with structured output", param="ignore_eos")
+    if grammar is not None and body.get_bool("continue_final_message", False):
+        raise RequestError("a structured answer cannot begin in the prompt", param="continue_final_message")
+    return structure
+
+
+# ---- format -----------------------------------------------------------------------------------------------------
+
+
+def read_format(node: Node) -> tuple[Grammar | None, str]:
+    """(grammar, its path) of a format object in any dialect; (None, "") for text.
+
+    `{"type": "json_schema", "json_schema": {"schema": {...}}}` (Chat), `{"type": "json_schema", "schema": {...}}`
+    (Responses, Messages), `{"type": "json_object"}`, and ours: `{"type": "regex", "regex": TEXT}`,
+    `{"type": "lark", "lark": TEXT}`. `name` and `strict` change nothing.
+    """
+    kind = required(node.as_object(), "type").as_str()
+    if kind == "text":
+        return None, ""
+    if kind == "json_object":
+        return Grammar("json_schema", '{"type":"object"}'), _param(node)
+    if kind == "json_schema":
+        wrapper = node.get_object("json_schema") or node
+        schema = required(wrapper, "schema").as_object()
+        # A canonical text would put the properties into another order, and the answer has the order of the schema.
+        return Grammar("json_schema", schema.minified()), _param(schema)
+    if kind in ("regex", "lark"):
+        text = required(node, kind)
+        return Grammar("regex" if kind == "regex" else "lark", text.as_str()), _param(text)
+    raise node["type"].error(f"Expected one of text, json_object, json_schema, regex, lark, got {kind[:40]!r}")
+
+
+# ---- tools ------------------------------------------------------------------------------------------------------
+
+
+def read_tool_choice(body: Node) -> ToolChoice:
+    """`tool_choice` as the three dialects spell it: `auto`, `none`, `required` or `any`, or an object with `type`,
+    where `function` and `tool` name a function; with `parallel_tool_calls` or `disable_parallel_tool_use`."""
+    single = not body.get_bool("parallel_tool_calls", True)
+    node = body.get("tool_choice")
+    if node is None:
+        return ToolChoice(single=single)
+    if node.kind == "str":
+        kind = node.as_str()
+    else:
+        kind = required(node, "type").as_str()
+        single = single or node.get_bool("disable_parallel_tool_use", False)
+        if kind in ("function", "tool"):
+            holder = node.get_object("function") or node
+            return ToolChoice("required", required(holder, "name").as_str(), single=True)
+    if kind in ("required", "any"):
+        return ToolChoice("required", single=single)
+    if kind == "none":
+        return ToolChoice("none")
+    if kind == "auto":
+        return ToolChoice(single=single)
+    raise RequestError(
+        f"tool_choice={kind[:40]} is not supported: the choices are auto, none, required and a function",
+        param="tool_choice",
+    )
+
+
+def _declared(body: Node, tools: Sequence[Tool]) -> Iterable[Declared]:
+    places = {}
+    for node in body.get_array("tools") or ():
+        if node.kind == "object":
+            declaration = node.get_object("function") or node
+            name = declaration.get("name")
+            if name is not None and name.kind == "str":
+                places[name.as_str()] = declaration.path.removeprefix("$.")
+    for tool in tools:
+        declaration = parse(tool.schema.encode())
+        member = next((m for m in ("parameters", "input_schema") if declaration.get(m) is not None), "parameters")
+        schema = declaration.get_object(member)
+        parameters: dict[str, Any] = {} if schema is None else json.loads(schema.minified())
+        strict = declaration.get_bool("strict", False)
+        place = places.get(tool.name, f"tools.{tool.name[:64]}")
+        yield Declared(Function(tool.name, parameters, strict), f"{place}.{member}")
+
+
+# ---- the constraint ---------------------------------------------------------------------------------------------
+
+
+async def constrain(preparer: Preparer, structure: Structure) -> Constraint | None:
+    """The constraint of an answer, compiled outside the event loop. Raises RequestError (400) with the path."""
+    if not structure.constrains:
+        return None
+    return await asyncio.to_thread(_constrain, preparer.compiler, preparer.renderer.syntax, structure)
+
+
+def _constrain(compiler: Compiler, syntax: str, structure: Structure) -> Constraint:
+    try:
+        return compiler.compile(_grammar(compiler, syntax, structure))
+    except SchemaError as error:
+        place = next(d.param for d in structure.functions if d.function.name == error.function)
+        raise RequestError(str(error), param=place + _member_path(error.path)) from None
+    except GrammarError as error:
+        raise RequestError(f"the constraint cannot be built: {error}", param=_at_fault(structure, error)) from None
+
+
+def _grammar(compiler: Compiler, syntax: str, structure: Structure) -> Grammar:
+    choice = structure.choice
+    if choice.mode != "required" and (structure.format is not None and not structure.functions):
+        return structure.format
+    functions = [
+        d.function
+        # Of functions that are not strict only the form is held, unless one must be called.
+        if d.function.strict or choice.mode == "required"
+        else Function(d.function.name, None)
+        for d in structure.functions
+        if choice.name in (None, d.function.name)
+    ]
+    calls = CallGrammar(SYNTAXES[syntax], functions, compiler.special_ids)
+    if choice.mode == "required":
+        return Grammar("lark", calls.forced(single=choice.single))
+    if structure.format is not None:
+        return Grammar("lark", calls.beside(json.loads(structure.format.text), single=choice.single))
+    return Grammar("lark", calls.optional(single=choice.single))
+
+
+def _at_fault(structure: Structure, error: GrammarError) -> str | None:
+    """The path of a keyword that is not implemented, else of the schema that may hold the fault."""
+    if structure.format is not None and structure.choice.mode != "required":
+        grammar = structure.format
+        if grammar.kind == "json_schema" and error.keywords:
+            path = keyword_path(json.loads(grammar.text), error.keywords)
+            if path is not None:
+                return structure.param + _member_path(path)
+        if not structure.functions:
+            return structure.param
+    for declared in structure.functions:
+        path = keyword_path(declared.function.parameters, error.keywords) if declared.function.strict else None
+        if path is not None:
+            return declared.param + _member_path(path)
+    return structure.param or "tools"
+
+
+def _member_path(path: Iterable[str | int]) -> str:
+    """Members and indexes as `Node.path` writes them."""
+    text = ""
+    for member in path:
+        if isinstance(member, int):
+            text += f"[{member}]"
+        else:
+            text += f".{member}" if member.isidentifier() or member.startswith("$") else f'["{member[:64]}"]'
+    return text
+
+
+def _param(node: Node) -> str:
+    return node.path.removeprefix("$.")
