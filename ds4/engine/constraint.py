@@ -51,12 +51,17 @@ _REMEMBERED = 256
 _MAX_MESSAGE = 400
 
 
+def _one_line(message: str) -> str:
+    text = " ".join(message.split())
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
+
+
 class GrammarError(Ds4Error):
     """A grammar that cannot be obeyed. `keywords` are the members of a schema that are not implemented."""
 
     def __init__(self, message: str, keywords: frozenset[str] = frozenset()) -> None:
         self.keywords = keywords
-        super().__init__(message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "...")
+        super().__init__(_one_line(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,8 @@ class Compiler:
 
     def _compile(self, grammar: Grammar) -> Constraint:
         text = _library_grammar(grammar)
-        matcher = llguidance.LLMatcher(self._vocabulary(), text, log_level=0)
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
         if matcher.is_error():
             raise _grammar_error(matcher.get_error())
         constraint = Constraint(matcher, self._vocab_size)
@@ -169,7 +175,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineError(f"the constraint cannot go on: {self._matcher.get_error()[:_MAX_MESSAGE]}")
+            raise EngineError(f"the constraint cannot go on: {_one_line(self._matcher.get_error())}")
 
 
 # ---- grammars in the library's form

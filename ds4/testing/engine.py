@@ -97,18 +97,22 @@ class ScriptedSampler:
 
     def _next(self, session: ScriptedSession) -> int:
         if self._engine.model is not None:
-            token = self._engine.model(session.tokens)
-            return -1 if token in self.forbidden else token
+            return self._allowed(self._engine.model(session.tokens))
         assert self.script is not None
         pieces = self.script.pieces
         ends: Iterable[int] = self._engine.tokenizer.eos_ids
         eos = next((i for i in ends if i not in self.forbidden), None)
         over = self.drawn >= len(pieces)
         if over and self.script.ends and eos is not None:
-            return eos
+            return self._allowed(eos)
         if not pieces:
             return -1
-        return self._engine.piece_id(pieces[self.drawn % len(pieces)])
+        return self._allowed(self._engine.piece_id(pieces[self.drawn % len(pieces)]))
+
+    def _allowed(self, token: int) -> int:
+        """A script has no second choice: a token that may not come leaves none."""
+        masked = self.mask is not None and not self.mask[token // 32] >> (token % 32) & 1
+        return -1 if masked or token in self.forbidden else token
 
 
 class ScriptedSession:

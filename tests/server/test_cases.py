@@ -137,9 +137,18 @@ def stop_strings_span_tokens(case: Case, serve: Serve) -> None:
 
 @check("AP-04")
 def a_forced_choice_is_no_promise_that_is_broken(case: Case, serve: Serve) -> None:
-    server = serve(ScriptedEngine("It is.", syntax="deepseek4"))
+    call = (
+        '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="lookup">\n'
+        '<｜DSML｜parameter name="item" string="true">milk</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    )
     for request in requests_of(case):
-        assert refused(ask(server, request), "tool_choice")
+        kept = serve(ScriptedEngine(Script.text(f"hm.</think>{call}", "bytes"), syntax="deepseek4"))
+        (choice,) = ask(kept, request).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "lookup", "arguments": '{"item":"milk"}'}
+        prose = serve(ScriptedEngine(Script.text("hm.</think>It is.", "bytes"), syntax="deepseek4"))
+        assert ask(prose, request).status_code == 500
 
 
 @check("AP-05")

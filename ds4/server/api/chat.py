@@ -123,7 +123,7 @@ def read_chat(body: Node, defaults: SamplingParams, preparer: Preparer, slots: i
             stop=common.stop_strings(body, "stop"),
             ignore_eos=common.ignore_eos(body),
         ),
-        structure=read_structure(body, body.get_object("response_format"), conversation.tools, read_tool_choice(body)),
+        structure=read_structure(body, body.get_object("response_format"), conversation, read_tool_choice(body)),
         choices=common.choices(body, slots),
         stream=body.get_bool("stream", False),
         include_usage=options is not None and options.get_bool("include_usage", False),

@@ -1,7 +1,9 @@
 """Structured output: what a request asks its answer to look like, in every dialect, and the constraint that does it.
 
-    structure = read_structure(body, body.get("response_format"), tools)       # 400 with the path of what is wrong
-    constraint = await constrain(preparer, structure)                          # None: nothing is constrained
+    choice = read_tool_choice(body)                                 # 400 with the path of what is wrong
+    structure = read_structure(body, body.get("response_format"), conversation, choice)
+    constraint = await constrain(preparer, structure)               # None: nothing is constrained; 400
+    request = preparer.request(..., constraint=constraint)
 
 `response_format` (Chat), `text.format` (Responses) and `output_config.format` (Messages) are one reader's work; so are
 the spellings of `tool_choice`. A function's `strict` holds when it is called.
@@ -19,7 +21,7 @@ from ds4._json import Node, parse
 from ds4.engine.constraint import Compiler, Constraint, Grammar, GrammarError, keyword_path
 from ds4.errors import RequestError
 from ds4.prompt.call_grammar import SYNTAXES, CallGrammar, Function, SchemaError
-from ds4.prompt.types import Tool
+from ds4.prompt.types import Conversation, Tool
 from ds4.server.api.common import required
 
 if TYPE_CHECKING:
@@ -60,11 +62,12 @@ class Structure:
         return self.format is not None or forced or any(d.function.strict for d in self.functions)
 
 
-def read_structure(body: Node, format_node: Node | None, tools: Sequence[Tool], choice: ToolChoice) -> Structure:
-    """The structure that a body asks for. `tools` are those offered to the model (none for choice `none`).
+def read_structure(body: Node, format_node: Node | None, conversation: Conversation, choice: ToolChoice) -> Structure:
+    """The structure that a body asks for. `conversation` has the tools that the model is offered (none for `none`).
 
     Raises RequestError or JSONError with the path of what is wrong, also for combinations that make no sense.
     """
+    tools = conversation.tools
     grammar, param = (None, "") if format_node is None else read_format(format_node)
     structure = Structure(grammar, param, choice, tuple(_declared(body, tools)))
     if not structure.constrains:
@@ -77,8 +80,10 @@ def read_structure(body: Node, format_node: Node | None, tools: Sequence[Tool], 
         raise RequestError(f"a {grammar.kind} format cannot be combined with tools", param=param)
     if body.get_bool("ignore_eos", False):
         raise RequestError("ignore_eos cannot be combined with structured output", param="ignore_eos")
-    if grammar is not None and body.get_bool("continue_final_message", False):
-        raise RequestError("a structured answer cannot begin in the prompt", param="continue_final_message")
+    if grammar is not None and conversation.continue_final:
+        raise RequestError(
+            "a structured answer cannot begin in the prompt: the last message is gone on with", param=param
+        )
     return structure
 
 
