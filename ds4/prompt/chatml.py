@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from ds4.prompt.draft import Draft
+from ds4.prompt.history import split_prefix
 from ds4.prompt.qwen_tools import calls_block, declaration, results_block
 from ds4.prompt.types import Conversation, Message, RenderedPrompt, Segment, Special, Tool
 
@@ -41,19 +42,18 @@ class ChatMLRenderer:
             if conversation.tools:
                 draft.add(*declaration(conversation.tools), "\n\n" if system else "")
             draft.add(system, _END, "\n")
-        prefix = rest[-1] if conversation.continue_final and rest else None
-        _draw(draft, rest[:-1] if prefix else rest, conversation.tools)
-        draft.add(_START, "assistant\n")
-        if prefix:
-            draft.add(*_body(prefix, conversation.tools))
-        return draft.rendered()
+        return _turns(draft, rest, conversation)
 
     def render_tail(self, messages: Sequence[Message], conversation: Conversation) -> RenderedPrompt:
         # The end mark was never sampled into the state: generation stops at it.
-        draft = Draft(_END, "\n")
-        _draw(draft, [message for message in messages if message.role != "system"], conversation.tools)
-        draft.add(_START, "assistant\n")
-        return draft.rendered()
+        return _turns(Draft(_END, "\n"), [m for m in messages if m.role != "system"], conversation)
+
+
+def _turns(draft: Draft, messages: Sequence[Message], conversation: Conversation) -> RenderedPrompt:
+    turns, prefix = split_prefix(messages, conversation)
+    _draw(draft, turns, conversation.tools)
+    draft.add(_START, "assistant\n", *(_body(prefix, conversation.tools) if prefix else ()))
+    return draft.rendered()
 
 
 def _draw(draft: Draft, messages: Iterable[Message], tools: Sequence[Tool]) -> None:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from ds4.prompt.draft import Draft
 from ds4.prompt.dsml import ASSISTANT, BOS, END_THINK, EOS, THINK, USER, Dsml
 from ds4.prompt.effort import Effort, effort_name
-from ds4.prompt.history import has_tool_context, is_user_like, last_calls, last_user_like
+from ds4.prompt.history import has_tool_context, is_user_like, last_calls, last_user_like, split_prefix
 from ds4.prompt.types import Conversation, Message, RenderedPrompt, Segment
 
 ABSOLUTE_MAXIMUM = """Reasoning Effort: Absolute maximum with no shortcuts permitted.
@@ -84,7 +84,7 @@ class DeepSeek4Renderer:
         turns = [message for message in messages if message.role != "system"]
         if self._official:
             turns = _official_order(turns, len(last_calls(conversation.messages)) if live else 0)
-        prefix = turns.pop() if conversation.continue_final and not live and turns else None
+        turns, prefix = split_prefix(turns, conversation)
         if self._official:
             first_kept = 0 if conversation.tools else len(turns)
         else:

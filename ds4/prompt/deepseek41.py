@@ -20,7 +20,7 @@ from ds4.prompt.deepseek4 import header
 from ds4.prompt.draft import Draft
 from ds4.prompt.dsml import ASSISTANT, BOS, END_THINK, EOS, SYSTEM, THINK, USER, Dsml
 from ds4.prompt.effort import effort_name
-from ds4.prompt.history import has_tool_context, in_call_order, is_user_like, last_calls
+from ds4.prompt.history import has_tool_context, in_call_order, is_user_like, last_calls, split_prefix
 from ds4.prompt.types import Conversation, Message, RenderedPrompt
 
 _LEVELS = {"low": 50, "medium": 75, "high": 75, "max": 100}
@@ -67,8 +67,7 @@ class DeepSeek41Renderer:
     ) -> RenderedPrompt:
         """Draws `messages` and the header. `live`: the turn before them is in the model's state already."""
         thinking = effort_name(conversation.effort) != "none"
-        prefix = messages[-1] if conversation.continue_final and not live and messages else None
-        turns = messages[:-1] if prefix else messages
+        turns, prefix = split_prefix(messages, conversation)
         turns = in_call_order(turns, last_calls(conversation.messages) if live else ())
         asked = [i for i, m in enumerate(turns) if m.role != "assistant"]
         if live or conversation.tools or (not self._official and has_tool_context(conversation)):

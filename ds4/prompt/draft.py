@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from itertools import groupby
 
 from ds4.prompt.types import RenderedPrompt, Segment, Special
 
@@ -19,17 +20,16 @@ class Draft:
         self.add(*segments)
 
     def add(self, *segments: Segment) -> None:
-        for segment in segments:
-            if not isinstance(segment, str):
-                self._segments.append(segment)
-            elif segment:
-                if self._segments and isinstance(self._segments[-1], str):
-                    self._segments[-1] += segment
-                else:
-                    self._segments.append(segment)
+        self._segments += segments
 
     def rendered(self, *, thinking: bool = False) -> RenderedPrompt:
-        return RenderedPrompt(tuple(self._segments), thinking)
+        merged: list[Segment] = []
+        for is_text, run in groupby(self._segments, key=lambda segment: isinstance(segment, str)):
+            if not is_text:
+                merged += run
+            elif text := "".join(segment for segment in run if isinstance(segment, str)):
+                merged.append(text)
+        return RenderedPrompt(tuple(merged), thinking)
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from ds4.prompt.arguments import argument_members
 from ds4.prompt.draft import WHITE_SPACE, Draft, marked, marked_outside
 from ds4.prompt.effort import effort_name
 from ds4.prompt.escaping import escape
-from ds4.prompt.history import has_tool_context, is_user_like, last_user_like, replayed, results_first
+from ds4.prompt.history import has_tool_context, is_user_like, last_user_like, replayed, results_first, split_prefix
 from ds4.prompt.schemas import offered_schemas
 from ds4.prompt.types import Conversation, Message, RenderedPrompt, Segment, Special, Tool, ToolCall
 
@@ -78,10 +78,10 @@ class GlmRenderer:
         for message in conversation.messages:
             if message.role == "system":
                 draft.add(_SYSTEM, message.content)
-        return _turns(draft, conversation, conversation.messages, continue_last=conversation.continue_final)
+        return _turns(draft, conversation, conversation.messages)
 
     def render_tail(self, messages: Sequence[Message], conversation: Conversation) -> RenderedPrompt:
-        return _turns(Draft(), conversation, messages, continue_last=False)
+        return _turns(Draft(), conversation, messages)
 
 
 def declaration(tools: Iterable[Tool]) -> list[Segment]:
@@ -90,12 +90,10 @@ def declaration(tools: Iterable[Tool]) -> list[Segment]:
     return [_BEFORE_SCHEMAS, schemas, *marked(_AFTER_SCHEMAS, _TAGS)]
 
 
-def _turns(
-    draft: Draft, conversation: Conversation, messages: Sequence[Message], *, continue_last: bool
-) -> RenderedPrompt:
+def _turns(draft: Draft, conversation: Conversation, messages: Sequence[Message]) -> RenderedPrompt:
     thinking = effort_name(conversation.effort) != "none"
     turns = results_first([message for message in messages if message.role != "system"])
-    prefix = turns.pop() if continue_last and turns else None
+    turns, prefix = split_prefix(turns, conversation)
     first_kept = 0 if has_tool_context(conversation, turns) else last_user_like(turns) + 1
     before = ""
     for i, message in enumerate(turns):

@@ -32,6 +32,13 @@ def replayed(calls: Sequence[ToolCall]) -> str | None:
     return raw.decode("utf-8", "replace")
 
 
+def split_prefix(messages: Sequence[Message], conversation: Conversation) -> tuple[list[Message], Message | None]:
+    """The turns to draw, and the assistant turn at the end that is to be gone on with, if there is one."""
+    if conversation.continue_final and messages and messages[-1].role == "assistant":
+        return list(messages[:-1]), messages[-1]
+    return list(messages), None
+
+
 def last_calls(messages: Sequence[Message]) -> tuple[ToolCall, ...]:
     """The calls of the last assistant turn that has any."""
     return next((message.calls for message in reversed(messages) if message.calls), ())

@@ -16,7 +16,7 @@ from itertools import groupby
 
 from ds4.prompt.draft import WHITE_SPACE, Draft
 from ds4.prompt.effort import effort_name
-from ds4.prompt.history import replayed, results_first
+from ds4.prompt.history import replayed, results_first, split_prefix
 from ds4.prompt.qwen_tools import calls_block, declaration, results_block
 from ds4.prompt.types import Conversation, Message, RenderedPrompt, Segment, Special, Tool
 
@@ -53,18 +53,16 @@ class QwenRenderer:
                 block += ["\n\n", *part] if block else part
         if block:
             draft.add(_START, "system\n", *block, _END, "\n")
-        return _turns(draft, conversation, conversation.messages, continue_last=conversation.continue_final)
+        return _turns(draft, conversation, conversation.messages)
 
     def render_tail(self, messages: Sequence[Message], conversation: Conversation) -> RenderedPrompt:
         # The end mark was never sampled into the state: generation stops at it.
-        return _turns(Draft(_END, "\n"), conversation, messages, continue_last=False)
+        return _turns(Draft(_END, "\n"), conversation, messages)
 
 
-def _turns(
-    draft: Draft, conversation: Conversation, messages: Sequence[Message], *, continue_last: bool
-) -> RenderedPrompt:
+def _turns(draft: Draft, conversation: Conversation, messages: Sequence[Message]) -> RenderedPrompt:
     turns = results_first([message for message in messages if message.role != "system"])
-    prefix = turns.pop() if continue_last and turns else None
+    turns, prefix = split_prefix(turns, conversation)
     for is_result, run in groupby(turns, key=lambda m: m.role == "tool"):
         if is_result:
             draft.add(_START, "user\n", *results_block(m.content for m in run), _END, "\n")

@@ -97,6 +97,6 @@ class Renderer(Protocol):
     def render_tail(self, messages: Sequence[Message], conversation: Conversation) -> RenderedPrompt:
         """What follows a live assistant turn: its end mark, `messages` (tool results, user turns), the header.
 
-        Of `conversation` the tools, the effort and the calls of its last assistant turn count: in which order results
-        stand depends on them.
+        Of `conversation` count the tools, the effort, the calls of its last assistant turn (in which order results
+        stand depends on them), and `continue_final` if `messages` end in an assistant turn.
         """
