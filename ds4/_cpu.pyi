@@ -253,6 +253,12 @@ class Ops:
         out: F32,
         times: int = 1,
     ) -> float: ...
+    def rope_table_f32(self, rows: Sequence[StateRow], freq: Sequence[float], out: F32) -> None: ...
+    def select(
+        self, q: F32, weight: F32, rows: Sequence[StateRow], index_rows: int, ratio: int, k: int
+    ) -> list[npt.NDArray[np.int32] | None]:
+        """The k best rows of each token row by the indexer's score, ascending; None where there are at most k."""
+
     def gather(self, x: F32, index: Sequence[int], out: F32) -> None: ...
 
 def cpu_ops(threads: int = 0, isa: str = "auto") -> Ops:

@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "cpu/cpu.h"
 #include "ops.h"
+#include "ops_latent.h"
 #include "quant/quant.h"
 #include "reference/reference.h"
 
@@ -150,6 +151,37 @@ struct BoundOps {
     const std::vector<RowRef> list = refs(rows);
     return timed(times, [&] { ops->attention(in, list, {k, v}, q_heads, kv_heads, head_dim, scale, to); });
   }
+  LatentOps& latent() const {
+    if (LatentOps* found = ops->latent()) return *found;
+    throw Unsupported("backend " + ops->name() + " has no latent operations");
+  }
+  void rope_table_f32(const Rows& rows, const std::vector<float>& freq, Floats out) const {
+    const Tensor to = tensor(out, "out");
+    if (to.n != static_cast<int64_t>(rows.size()) || to.dim != 2 * static_cast<int64_t>(freq.size()))
+      throw Invalid("out: a row of cosines and sines for each row expected");
+    latent().rope_table_f32(refs(rows), freq, to);
+  }
+  // The selected rows of each token row, ascending; None where all are visible.
+  py::list select(Floats q, Floats weight, const Rows& rows, size_t index_rows, int64_t ratio, int64_t k) const {
+    const Tensor in = tensor(q, "q"), w = tensor(weight, "weight");
+    if (in.n != static_cast<int64_t>(rows.size())) throw Invalid("q: one row for each row of the step expected");
+    if (k < 1 || ratio < 1) throw Invalid("a selection of no rows");
+    const std::vector<RowRef> list = refs(rows);
+    Selection chosen;
+    {
+      const py::gil_scoped_release release;
+      chosen = latent().select(in, w, list, index_rows, ratio, w.dim, k);
+    }
+    py::list out;
+    for (int64_t t = 0; t < chosen.n; ++t) {
+      if (chosen.counts[t] < 0)
+        out.append(py::none());
+      else
+        out.append(py::array_t<int32_t>(chosen.counts[t], chosen.ids + t * chosen.capacity));
+    }
+    ops->reset_scratch();
+    return out;
+  }
   void gather(Floats x, const std::vector<int32_t>& index, Floats out) const {
     ops->gather(tensor(x, "x"), index, tensor(out, "out"));
   }
@@ -197,6 +229,9 @@ void bind_ops(py::module_& m) {
            py::arg("times") = 1)
       .def("attention", &BoundOps::attention, in("q"), py::arg("rows"), py::arg("k"), py::arg("v"), py::arg("q_heads"),
            py::arg("kv_heads"), py::arg("head_dim"), py::arg("scale"), in("out"), py::arg("times") = 1)
+      .def("rope_table_f32", &BoundOps::rope_table_f32, py::arg("rows"), py::arg("freq"), in("out"))
+      .def("select", &BoundOps::select, in("q"), in("weight"), py::arg("rows"), py::arg("index_rows"), py::arg("ratio"),
+           py::arg("k"))
       .def("gather", &BoundOps::gather, in("x"), py::arg("index"), in("out"));
   m.def(
       "cpu_ops", [](int threads, const std::string& isa) { return BoundOps{make_cpu_ops(threads, isa)}; },
