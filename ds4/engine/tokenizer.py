@@ -11,7 +11,7 @@ import re
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -93,8 +93,16 @@ def pre_tokenizer_name(definition: Mapping[str, Any]) -> str | None:
         return None
     model = definition.get("model") or {}
     whole = model.get("ignore_merges") is True
-    wanted = _Pre(tuple(patterns), gpt2_words, single_digits, whole, normal.get("type") == "NFC")
-    return next((name for name, known in PRE_TOKENIZERS.items() if known == wanted), None)
+    wanted = _Pre(tuple(map(_unescaped, patterns)), gpt2_words, single_digits, whole, normal.get("type") == "NFC")
+    for name, known in PRE_TOKENIZERS.items():
+        if replace(known, patterns=tuple(map(_unescaped, known.patterns))) == wanted:
+            return name
+    return None
+
+
+def _unescaped(pattern: str) -> str:
+    """One spelling of patterns that differ in how they write line ends and quotes."""
+    return pattern.replace("\\r", "\r").replace("\\n", "\n").replace('\\"', '"')
 
 
 class SpecialSegment(Protocol):

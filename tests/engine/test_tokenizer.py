@@ -13,7 +13,15 @@ import tokenizers
 
 from ds4.engine.demo import demo_model_path
 from ds4.engine.model_file import open_model_file
-from ds4.engine.tokenizer import PRE_TOKENIZERS, Tokenizer, TokenizerSpec, spec_from_gguf, spec_from_json, well_formed
+from ds4.engine.tokenizer import (
+    PRE_TOKENIZERS,
+    Tokenizer,
+    TokenizerSpec,
+    pre_tokenizer_name,
+    spec_from_gguf,
+    spec_from_json,
+    well_formed,
+)
 from ds4.errors import ModelFileError, UnsupportedModelError
 
 SEED = 20261130
@@ -292,3 +300,14 @@ def test_bad_definitions_are_named(path: tuple[str, ...], value: Any, text: str)
     target[path[-1]] = value
     with pytest.raises(ModelFileError, match=text):
         Tokenizer(spec_from_json(Path("tokenizer.json"), definition, (), None, False))
+
+
+@pytest.mark.parametrize("pre", list(PRE_TOKENIZERS))
+def test_names_of_pre_tokenizers(pre: str) -> None:
+    """A definition that the library writes is recognised; names of one rule are one."""
+    built = Tokenizer(TokenizerSpec(Path("x"), ["a", "b", "ab"], {}, ("a b",), pre))
+    definition = json.loads(built._encoder.to_str())
+    assert PRE_TOKENIZERS[str(pre_tokenizer_name(definition))] == PRE_TOKENIZERS[pre]
+    assert pre_tokenizer_name(definition | {"pre_tokenizer": {"type": "Whitespace"}}) is None
+    assert pre_tokenizer_name(definition | {"normalizer": {"type": "Lowercase"}}) is None
+    assert pre_tokenizer_name({}) is None

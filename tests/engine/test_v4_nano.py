@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds4.convert.convert import convert
+from ds4.convert.types import TypePlan
 from ds4.engine.engine import Engine
+from ds4.engine.model_file import open_model_file
 from ds4.engine.safetensors import read_directory
 from ds4.engine.tensors import DType, Tensor
 from ds4.engine.types import EngineConfig, Row
@@ -60,6 +63,19 @@ def widened(t: Tensor) -> Stored:
         values = (np.frombuffer(t.data, "<u2").astype("<u4") << 16).tobytes()
         return Stored("F32", t.shape, values)
     return Stored(t.dtype.name, t.shape, bytes(t.data))
+
+
+def test_converted_to_8_bits(cases: dict[str, Any], tmp_path: Path) -> None:
+    """`ds4 convert --type Q8_0` keeps the greedy text and the tokenizer."""
+    path = tmp_path / "nano.gguf"
+    plan = TypePlan(DType.Q8_0, DType.Q8_0, DType.Q8_0, DType.Q8_0, DType.Q8_0)
+    convert(open_model_file(FOLDER), path, plan)
+    engine = Engine.open(EngineConfig(model=path, ctx=2048, threads=2, kv_qat=False))
+    for case in ("chat", "tool_call"):
+        c = cases[case]
+        assert engine.tokenizer.encode_with_specials(c["text"]) == c["prompt_ids"]
+        assert greedy(engine, c["prompt_ids"], len(c["greedy_ids"]))[1] == c["greedy_ids"]
+    assert engine.tokenizer.eos_ids == open_model_file(FOLDER).stop_ids
 
 
 @pytest.mark.parametrize("case", CASES)
