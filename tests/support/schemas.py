@@ -66,7 +66,7 @@ def random_string(rng: random.Random) -> dict[str, Any]:
 
 def random_parameters(rng: random.Random) -> dict[str, Any]:
     """An object schema for a function's parameters: names that every tool syntax can write."""
-    names = rng.sample(("city", "days", "unit", "path", "options"), rng.randint(1, 4))
+    names = rng.sample(("city", "days", "unit", "path", "options"), rng.randint(1, 2))
     return {
         "type": "object",
         "properties": {name: random_schema(rng, 2) for name in names},
