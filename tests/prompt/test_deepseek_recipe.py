@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
-import deepseek_recipe as recipe
 import pytest
 
 from ds4.prompt.deepseek4 import ABSOLUTE_MAXIMUM, DeepSeek4Renderer
@@ -21,6 +21,8 @@ from ds4.prompt.deepseek41 import DeepSeek41Renderer
 from ds4.prompt.types import Conversation, Message, Tool, ToolCall
 from tests.support.conversations import Conversations
 from tests.support.prompts import special_ranges
+
+recipe = pytest.importorskip("deepseek_recipe")
 
 SEED = 20261130
 
@@ -31,7 +33,7 @@ MODELS = [
 ]
 
 
-def theirs(conversation: Conversation, encoding: object) -> tuple[str, list[tuple[int, int]]]:
+def theirs(conversation: Conversation, encoding: Any) -> tuple[str, list[tuple[int, int]]]:
     thinking = conversation.effort != "none"
     effort = {"medium": "high", "none": None}.get(conversation.effort, conversation.effort)
     messages = [
@@ -49,7 +51,7 @@ def theirs(conversation: Conversation, encoding: object) -> tuple[str, list[tupl
     return rendered.prompt, list(rendered.special_ranges)
 
 
-def _message(message: Message, thinking: bool, *, prefix: bool) -> recipe.Message:
+def _message(message: Message, thinking: bool, *, prefix: bool) -> Any:
     match message.role:
         case "system":
             return recipe.SystemMessage(message.content)
@@ -63,12 +65,12 @@ def _message(message: Message, thinking: bool, *, prefix: bool) -> recipe.Messag
     return recipe.AssistantMessage(message.content, reasoning, calls or None, prefix=prefix)
 
 
-def _tool(tool: Tool) -> recipe.ToolDefinition:
+def _tool(tool: Tool) -> Any:
     schema = json.loads(tool.schema)
     return recipe.ToolDefinition(schema["name"], schema["description"], schema["parameters"])
 
 
-def hold_equal(make: Renderer, encoding: object, seed: int, count: int) -> None:
+def hold_equal(make: Renderer, encoding: Any, seed: int, count: int) -> None:
     source = Conversations(seed, closing=False)
     renderer = make(official=True)
     for i in range(count):
@@ -80,19 +82,19 @@ def hold_equal(make: Renderer, encoding: object, seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("make", "encoding"), MODELS)
-def test_official_is_deepseeks_own(make: Renderer, encoding: object) -> None:
+def test_official_is_deepseeks_own(make: Renderer, encoding: Any) -> None:
     hold_equal(make, encoding, SEED, 600)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "encoding"), MODELS)
-def test_official_is_deepseeks_own_thousandfold(make: Renderer, encoding: object) -> None:
+def test_official_is_deepseeks_own_thousandfold(make: Renderer, encoding: Any) -> None:
     hold_equal(make, encoding, SEED + 1, 20000)
 
 
 @pytest.mark.parametrize(("make", "encoding"), MODELS)
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a"), ("b",), ("b", "x"), ("x", "b", "a"), ("b", "b", "a")])
-def test_order_of_results(make: Renderer, encoding: object, order: tuple[str, ...]) -> None:
+def test_order_of_results(make: Renderer, encoding: Any, order: tuple[str, ...]) -> None:
     calls = (ToolCall("a", "f", "{}"), ToolCall("b", "g", "{}"))
     results = tuple(Message("tool", f"of {i}", call_id=i) for i in order)
     conversation = Conversation((Message("user", "q"), Message("assistant", calls=calls), *results))
@@ -100,7 +102,7 @@ def test_order_of_results(make: Renderer, encoding: object, order: tuple[str, ..
 
 
 @pytest.mark.parametrize(("make", "encoding"), MODELS)
-def test_closing_delimiters(make: Renderer, encoding: object) -> None:
+def test_closing_delimiters(make: Renderer, encoding: Any) -> None:
     """Where data would end its wrapper the official template escapes it: the one difference to the package."""
     end = "</｜DSML｜parameter>" if make is DeepSeek4Renderer else "</｜DSML｜ parameter>"
     call = ToolCall("a", "f", json.dumps({"s": f"1{end}2"}))
@@ -153,7 +155,7 @@ def _comparable(conversation: Conversation, make: Renderer) -> Conversation:
 
 
 @pytest.mark.parametrize(("make", "encoding"), MODELS)
-def test_ds4_is_official_but_for_the_listed_differences(make: Renderer, encoding: object) -> None:
+def test_ds4_is_official_but_for_the_listed_differences(make: Renderer, encoding: Any) -> None:
     source = Conversations(SEED + 2, closing=False)
     compared = 0
     for i in range(600):
