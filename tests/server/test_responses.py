@@ -371,6 +371,17 @@ def test_custom_tools_in_an_additional_tools_item(serve: Serve) -> None:
     assert (item["name"], item["namespace"], item["input"]) == ("exec", "agents", "1+1")
 
 
+@pytest.mark.parametrize(("choice", "said"), [("exec", "agentsexec"), ("apply_patch", "apply_patch")])
+def test_a_custom_tool_can_be_forced(serve: Serve, choice: str, said: str) -> None:
+    """The constraint is that of the declared name: another call in the script would be an error."""
+    server = serve(Script.text(call(said, input="1+1"), "bytes"), slots=1)
+    fields = {"tools": [NAMESPACE, PATCH, TOOL], "tool_choice": {"type": "custom", "name": choice}}
+    (item,) = whole(post(server, **fields))["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", choice, "1+1")
+    server = serve(Script.text(call("bash"), "bytes"))
+    assert post(server, **fields).status_code == 500
+
+
 def test_tool_search(serve: Serve) -> None:
     server = serve(Script.text(call("tool_search", q="files"), 5), slots=1)
     item = both(server, tools=[SEARCH])
@@ -498,9 +509,11 @@ def test_garbage_arguments_in_the_history(serve: Serve) -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format.type"),
-        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": "bash"}, "tools": [TOOL]}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "custom", "name": ""}]}, "tools[0].name"),
         ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),

@@ -164,19 +164,6 @@ def ignore_eos(body: Node) -> bool:
     return True
 
 
-# ---- format -----------------------------------------------------------------------------------------------------
-
-
-def check_text_format(body: Node, name: str) -> None:
-    """400 for a format that would constrain the answer: it is text."""
-    node = body.get_object(name)
-    if node is None:
-        return
-    kind = required(node, "type").as_str()
-    if kind != "text":
-        raise node["type"].error(f"format {kind[:40]!r} is not supported: expected 'text'")
-
-
 # ---- thinking ---------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from ds4.server.api.answer import send
 from ds4.server.api.completions_answer import CompletionsAnswer, new_style
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.prepare import Limits, Preparer, Prompt
+from ds4.server.api.structure import Structure, constrain, read_format
 
 if TYPE_CHECKING:
     from ds4.server.api.service import Service
@@ -65,7 +66,7 @@ FIELDS = FieldTable(
         ),
         *fields.THINKING,
         fields.refused("suffix", harmless=("",)),
-        fields.accepted("response_format", fields.OBJECT, "text", "other types are 400"),
+        fields.accepted("response_format", fields.OBJECT, "text", fields.FORMAT_NOTE),
         *fields.CONSTRAINTS,
         *fields.ENDS,
         fields.refused("prompt_logprobs"),
@@ -86,6 +87,7 @@ class CompletionRequest:
     bos: bool
     sampling: SamplingParams
     limits: Limits
+    structure: Structure
     choices: int
     echo: bool
     stream: bool
@@ -109,7 +111,8 @@ def read_completion(body: Node, defaults: SamplingParams, preparer: Preparer, sl
     logprobs = body.get_int("logprobs", None, 0, 20)
     if echo and logprobs is not None:
         raise body["logprobs"].error("logprobs together with echo is not supported: there are none of the prompt")
-    common.check_text_format(body, "response_format")
+    ignore_eos = common.ignore_eos(body)
+    structure = _structure(body, ignore_eos=ignore_eos)
     options = body.get_object("stream_options")
     return CompletionRequest(
         model=body.get_str("model"),
@@ -122,8 +125,9 @@ def read_completion(body: Node, defaults: SamplingParams, preparer: Preparer, sl
         limits=Limits(
             max_tokens=common.max_tokens(body, ("max_tokens",)),
             stop=common.stop_strings(body, "stop"),
-            ignore_eos=common.ignore_eos(body),
+            ignore_eos=ignore_eos,
         ),
+        structure=structure,
         choices=n,
         echo=echo,
         stream=body.get_bool("stream", False),
@@ -131,6 +135,14 @@ def read_completion(body: Node, defaults: SamplingParams, preparer: Preparer, sl
         timings=body.get_bool("timings", False),
         unused=tuple(without_effect),
     )
+
+
+def _structure(body: Node, *, ignore_eos: bool) -> Structure:
+    node = body.get_object("response_format")
+    grammar, param = (None, "") if node is None else read_format(node)
+    if grammar is not None and ignore_eos:
+        raise RequestError("ignore_eos cannot be combined with structured output", param="ignore_eos")
+    return Structure(grammar, param)
 
 
 def _template(body: Node) -> bool:
@@ -184,7 +196,10 @@ async def completions(service: Service, request: Request, responder: Responder) 
         logprobs=wanted.sampling.logprobs is not None,
         per_prompt=wanted.choices,
     )
+    constraint = await constrain(service.preparer, wanted.structure)
     prompts = [await _prompt(service, wanted, prompt) for prompt in wanted.prompts]
+    if constraint is not None and any(prompt.rendered.thinking for prompt in prompts):
+        raise RequestError("a structured answer of template chat needs thinking off", param="response_format")
     total = len(prompts) * wanted.choices
     jobs = [
         service.preparer.request(
@@ -197,6 +212,7 @@ async def completions(service: Service, request: Request, responder: Responder) 
             wanted.limits,
             param="prompt",
             echo=wanted.echo,
+            constraint=constraint,
             received=request.received,
         )
         for index, prompt in enumerate(prompts)

@@ -22,7 +22,8 @@ from ds4.server.api.ids import new_id
 from ds4.server.api.live import LiveTurn, LiveTurns
 from ds4.server.api.messages_answer import MessagesAnswer
 from ds4.server.api.prepare import Limits, Preparer
-from ds4.server.api.tools import anthropic_tools, tools_offered
+from ds4.server.api.structure import Structure, constrain, read_structure, read_tool_choice
+from ds4.server.api.tools import anthropic_tools
 
 if TYPE_CHECKING:
     from ds4.server.api.service import Service
@@ -42,10 +43,11 @@ _PROMPT_FIELDS = (
         "tool_choice",
         fields.one_of(fields.STRING, fields.OBJECT),
         "`auto`",
-        "`none` hides the tools; a forced choice (`any`, `tool`) is 400",
+        "`none` hides the tools; `any` or a named `tool` makes the answer a call",
     ),
+    fields.accepted("parallel_tool_calls", fields.BOOLEAN, "true", "false holds where calls are constrained"),
     *fields.THINKING,
-    fields.accepted("output_config", fields.OBJECT, "", "`effort` in it counts; a `format` other than text is 400"),
+    fields.accepted("output_config", fields.OBJECT, "", f"`effort` in it counts; `format`: {fields.FORMAT_NOTE}"),
     fields.accepted("reasoning", fields.OBJECT, "", "`effort` in it counts"),
 )
 
@@ -83,6 +85,7 @@ class MessagesPrompt:
     system: str | None
     messages: tuple[Message, ...]
     conversation: Conversation
+    structure: Structure
 
 
 def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTurns | None = None) -> MessagesPrompt:
@@ -104,17 +107,17 @@ def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTur
             system = turn.system if system is None else system
             messages = (*turn.messages, *messages)
             tools = tools or turn.tools
+    choice = read_tool_choice(body)
     output = body.get_object("output_config")
-    if output is not None:
-        common.check_text_format(output, "format")
     last = messages[-1] if messages else None
     conversation = Conversation(
         messages if system is None else (Message("system", system), *messages),
-        tools if tools_offered(body) else (),
+        tools if choice.mode != "none" else (),
         common.thinking_effort(body, body.get_str("model", ""), preparer.syntax, preparer.n_ctx),
         continue_final=last is not None and last.role == "assistant" and not last.calls,
     )
-    return MessagesPrompt(system, messages, conversation)
+    structure = read_structure(body, None if output is None else output.get_object("format"), conversation, choice)
+    return MessagesPrompt(system, messages, conversation, structure)
 
 
 def _continued(messages: Iterable[Message], live: LiveTurns) -> LiveTurn | None:
@@ -225,6 +228,7 @@ async def messages(service: Service, request: Request, responder: Responder) -> 
     stream = body.get_bool("stream", False)
     timings = body.get_bool("timings", False) or service.config.timings
     service.unknown.note(FIELDS.where, unused)
+    constraint = await constrain(service.preparer, wanted.structure)
     prompt = await service.prompt(wanted.conversation)
     id = new_id("msg")
     model = body.get_str("model", service.model_id)
@@ -237,6 +241,7 @@ async def messages(service: Service, request: Request, responder: Responder) -> 
         sampling,
         limits,
         param=None,
+        constraint=constraint,
         received=request.received,
     )
 

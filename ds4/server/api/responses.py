@@ -7,7 +7,7 @@ Reads a body into a conversation, sampling and limits. Input items are read by `
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds4._json import Node, dumps
@@ -22,7 +22,7 @@ from ds4.server.api.prepare import Limits, Preparer
 from ds4.server.api.responses_answer import ResponsesAnswer, ResponsesStyle
 from ds4.server.api.responses_input import InputReader
 from ds4.server.api.responses_tools import ToolTable
-from ds4.server.api.tools import tools_offered
+from ds4.server.api.structure import Structure, constrain, read_structure, read_tool_choice
 
 if TYPE_CHECKING:
     from ds4.engine.types import SamplingParams
@@ -42,7 +42,7 @@ _PROMPT_FIELDS = (
         "tool_choice",
         fields.one_of(fields.STRING, fields.OBJECT),
         "`auto`",
-        "`none` hides the tools; a forced choice is 400",
+        "`none` hides the tools; `required` or a named tool makes the answer a call; others are 400",
     ),
     fields.accepted(
         "reasoning",
@@ -52,7 +52,8 @@ _PROMPT_FIELDS = (
     ),
     *fields.THINKING,
     fields.accepted("output_config", fields.OBJECT, "", "`effort` in it counts"),
-    fields.accepted("text", fields.OBJECT, "text", "a `format` other than text is 400; `verbosity` has no effect"),
+    fields.accepted("text", fields.OBJECT, "text", f"`format`: {fields.FORMAT_NOTE}; `verbosity` has no effect"),
+    fields.accepted("parallel_tool_calls", fields.BOOLEAN, "true", "echoed; false holds where calls are constrained"),
     fields.accepted(
         "previous_response_id",
         fields.STRING,
@@ -91,7 +92,6 @@ FIELDS = FieldTable(
         fields.STREAM,
         fields.accepted("store", fields.BOOLEAN, "true", "false: the response cannot be gone on with by its id"),
         fields.accepted("metadata", fields.OBJECT, "{}", "echoed"),
-        fields.accepted("parallel_tool_calls", fields.BOOLEAN, "true", "echoed; a model calls as many as it wants"),
         fields.TIMINGS,
         fields.refused("background", harmless=(False,)),
         fields.refused("top_logprobs", harmless=(0,)),
@@ -100,7 +100,7 @@ FIELDS = FieldTable(
     ),
 )
 
-COUNT_FIELDS = FieldTable("input_tokens", (*_PROMPT_FIELDS, fields.ignored("parallel_tool_calls"), *_METADATA))
+COUNT_FIELDS = FieldTable("input_tokens", (*_PROMPT_FIELDS, *_METADATA))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ class ResponsesPrompt:
     messages: tuple[Message, ...]
     conversation: Conversation
     tools: ToolTable
+    structure: Structure
 
 
 def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTurns) -> ResponsesPrompt:
@@ -137,18 +138,20 @@ def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTur
             instructions = turn.system if instructions is None else instructions
             if not tools.tools:
                 tools.restore(turn.tools, turn.forms)
+    choice = read_tool_choice(body)
+    if choice.name is not None:
+        choice = replace(choice, name=tools.declared_name(choice.name))
     text = body.get_object("text")
-    if text is not None:
-        common.check_text_format(text, "format")
     messages = (*before, *reader.messages)
     if not messages and not instructions:
         raise node.error("Expected at least one item, got an empty array")
     conversation = Conversation(
         (Message("system", instructions), *messages) if instructions else messages,
-        tools.tools if tools_offered(body) else (),
+        tools.tools if choice.mode != "none" else (),
         common.thinking_effort(body, body.get_str("model", ""), preparer.syntax, preparer.n_ctx),
     )
-    return ResponsesPrompt(instructions, messages, conversation, tools)
+    structure = read_structure(body, None if text is None else text.get_object("format"), conversation, choice)
+    return ResponsesPrompt(instructions, messages, conversation, tools, structure)
 
 
 def _previous(id: str, live: LiveTurns) -> LiveTurn:
@@ -165,6 +168,7 @@ def _previous(id: str, live: LiveTurns) -> LiveTurn:
 def _echo(body: Node, sampling: SamplingParams) -> dict[str, object]:
     """Members of the response that repeat the request."""
     reasoning = body.get_object("reasoning")
+    text = body.get_object("text")
     return {
         "instructions": body.get_str("instructions"),
         "max_output_tokens": common.max_tokens(body, ("max_output_tokens", "max_tokens")),
@@ -177,7 +181,7 @@ def _echo(body: Node, sampling: SamplingParams) -> dict[str, object]:
         },
         "store": body.get_bool("store", True),
         "temperature": sampling.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"} if text is None else text.get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [_echoed_tool(item) for item in body.get_array("tools") or ()],
         "top_p": sampling.top_p,
@@ -218,6 +222,7 @@ async def responses(service: Service, request: Request, responder: Responder) ->
         echo=echo,
     )
     service.unknown.note(FIELDS.where, unused)
+    constraint = await constrain(service.preparer, wanted.structure)
     prompt = await service.prompt(wanted.conversation)
     job = service.preparer.request(
         style.id,
@@ -228,6 +233,7 @@ async def responses(service: Service, request: Request, responder: Responder) ->
         sampling,
         limits,
         param="input",
+        constraint=constraint,
         received=request.received,
     )
 

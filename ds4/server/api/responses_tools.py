@@ -62,6 +62,12 @@ class ToolTable:
         same = [form for form in self._forms.values() if form.name == name]
         return same[0] if len(same) == 1 else ToolForm("function", name)
 
+    def declared_name(self, name: str) -> str:
+        """The name that the model knows for the client's name of a tool; the same where there is no such tool."""
+        if name in self._forms:
+            return name
+        return next((declared for declared, form in self._forms.items() if form.name == name), name)
+
     def add(self, array: Node | None, unused: list[str]) -> None:
         """Takes a `tools` array. What only the vendor can run is left out and named in `unused`."""
         for item in array or ():

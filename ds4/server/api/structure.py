@@ -118,7 +118,7 @@ def read_format(node: Node) -> tuple[Grammar | None, str]:
 
 def read_tool_choice(body: Node) -> ToolChoice:
     """`tool_choice` as the three dialects spell it: `auto`, `none`, `required` or `any`, or an object with `type`,
-    where `function` and `tool` name a function; with `parallel_tool_calls` or `disable_parallel_tool_use`."""
+    where `function`, `tool` and `custom` name a function; with `parallel_tool_calls` or `disable_parallel_tool_use`."""
     single = not body.get_bool("parallel_tool_calls", True)
     node = body.get("tool_choice")
     if node is None:
@@ -128,7 +128,7 @@ def read_tool_choice(body: Node) -> ToolChoice:
     else:
         kind = required(node, "type").as_str()
         single = single or node.get_bool("disable_parallel_tool_use", False)
-        if kind in ("function", "tool"):
+        if kind in ("function", "tool", "custom"):
             holder = node.get_object("function") or node
             return ToolChoice("required", required(holder, "name").as_str(), single=True)
     if kind in ("required", "any"):

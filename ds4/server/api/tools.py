@@ -6,7 +6,6 @@ Equal schemas give equal bytes however the client spelled them (`Node.canonical`
 from __future__ import annotations
 
 from ds4._json import Node
-from ds4.errors import RequestError
 from ds4.prompt.types import Tool
 from ds4.server.api.common import required
 
@@ -64,17 +63,3 @@ def anthropic_tools(body: Node, unused: list[str]) -> tuple[Tool, ...]:
             raise item["name"].error("Expected a name, got an empty string")
         tools.append(Tool(name, item.canonical(_MARKS)))
     return tuple(tools)
-
-
-def tools_offered(body: Node) -> bool:
-    """`tool_choice`, a name or an object with `type`: false for `none`. One that would have to be forced is 400."""
-    node = body.get("tool_choice")
-    if node is None:
-        return True
-    choice = node.as_str() if node.kind == "str" else required(node, "type").as_str()
-    if choice in ("auto", "none"):
-        return choice == "auto"
-    raise RequestError(
-        f"tool_choice={choice[:40]} is not supported: the choices of this server are auto and none",
-        param="tool_choice",
-    )
