@@ -1,0 +1,117 @@
+#include <algorithm>
+
+#include "cuda/context.h"
+#include "cuda/device_math.h"
+
+namespace ds4::cuda {
+namespace {
+
+// For gates and ups of different types, which cannot be interleaved: both products stand side by side.
+__global__ void swiglu_kernel(const float* both, int64_t ff, bool clamped, float limit, float* y, int64_t stride) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= ff) return;
+  const float g = both[blockIdx.y * 2 * ff + i], u = both[blockIdx.y * 2 * ff + ff + i];
+  y[blockIdx.y * stride + i] = clamped ? swiglu_clamped(g, u, limit) : swiglu(g, u);
+}
+
+}  // namespace
+
+const DeviceState& Context::state(const RowRef& row) {
+  const auto* s = dynamic_cast<const DeviceState*>(row.state);
+  if (!s) throw Invalid("a state of another backend");
+  return *s;
+}
+
+const DeviceRow* Context::rows(std::span<const RowRef> rows) {
+  const bool same = refs_.size() == rows.size() && !refs_.empty() &&
+                    std::equal(rows.begin(), rows.end(), refs_.begin(), [](const RowRef& a, const RowRef& b) {
+                      return a.state == b.state && a.position == b.position;
+                    });
+  if (same) return device_rows_;
+  std::vector<DeviceRow> list;
+  list.reserve(rows.size());
+  for (size_t first = 0; first < rows.size();) {
+    size_t end = first;
+    while (end < rows.size() && rows[end].state == rows[first].state) ++end;
+    const DeviceState& s = state(rows[first]);
+    for (size_t t = first; t < end; ++t) {
+      DeviceRow r = s.row(rows[t].position);
+      r.first = static_cast<int32_t>(first);
+      r.count = static_cast<int32_t>(end - first);
+      list.push_back(r);
+    }
+    first = end;
+  }
+  device_rows_ = inputs.upload(std::span<const DeviceRow>(list));
+  refs_.assign(rows.begin(), rows.end());
+  return device_rows_;
+}
+
+Activations Context::quantized(Tensor x, const float* gain, float eps) {
+  const int64_t blocks = x.dim / 32;
+  auto* q = workspace.get<int8_t>(Workspace::Quants, std::max<int64_t>(1, x.n * x.dim));
+  auto* scale = workspace.get<ActScale>(Workspace::Scales, std::max<int64_t>(1, x.n * blocks));
+  quantize(device, x, gain, eps, q, scale);
+  return {q, scale, blocks};
+}
+
+Tensor Context::floats(Tensor x, const float* gain, float eps) {
+  const bool ready = x.dim % 8 == 0 && x.stride % 4 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+  if (ready && !gain) return x;
+  const int64_t padded = (x.dim + 7) / 8 * 8;
+  Tensor to(workspace.get<float>(Workspace::Floats, std::max<int64_t>(1, x.n * padded)), x.n, x.dim, padded);
+  if (padded != x.dim)
+    DS4_CUDA(cudaMemsetAsync(to.data, 0, static_cast<size_t>(x.n * padded) * sizeof(float), device.stream()));
+  if (gain)
+    rms_norm(device, x, gain, eps, to);
+  else if (x.n > 0)
+    DS4_CUDA(cudaMemcpy2DAsync(to.data, static_cast<size_t>(padded) * sizeof(float), x.data,
+                               static_cast<size_t>(x.stride) * sizeof(float),
+                               static_cast<size_t>(x.dim) * sizeof(float), static_cast<size_t>(x.n),
+                               cudaMemcpyDeviceToDevice, device.stream()));
+  return to;
+}
+
+void Context::linear(const CudaWeight& w, Tensor x, const float* gain, float eps, Tensor y, LinearArgs args) {
+  if (x.n == 0) return;
+  const bool any_blocks = std::any_of(w.segments.begin(), w.segments.end(), [](const Segment& s) { return !s.stride; });
+  const bool any_floats = std::any_of(w.segments.begin(), w.segments.end(), [](const Segment& s) { return s.stride; });
+  Activations q{};
+  Tensor f;
+  if (any_blocks) q = quantized(x, gain, eps);
+  if (any_floats) f = floats(x, gain, eps);
+  const float* bias = args.bias;
+  const int64_t rank = args.rank;
+  const bool halved = args.epilogue == Epilogue::SwiGLU || args.epilogue == Epilogue::Clamped;
+  for (const Segment& s : w.segments) {
+    args.rows = s.rows;
+    args.cols = w.cols();
+    args.rank = rank ? rank : s.rows;
+    args.T = x.n;
+    args.y = y.data + (halved ? s.first_row / 2 : s.first_row);
+    args.y_stride = y.stride;
+    args.bias = bias ? bias + s.first_row : nullptr;
+    if (s.stride)
+      linear_floats(device, s, f.data, f.stride, args);
+    else
+      linear_blocks(device, s.type, s.planes, q, args);
+  }
+}
+
+void Context::swiglu(const CudaWeight& w, Tensor x, const float* gain, float eps, Epilogue epilogue, float limit,
+                     Tensor y) {
+  if (x.n == 0) return;
+  LinearArgs args;
+  args.limit = limit;
+  if (w.interleaved) {
+    args.epilogue = epilogue;
+    return linear(w, x, gain, eps, y, args);
+  }
+  const Tensor both(workspace.get<float>(Workspace::Hidden, x.n * w.rows()), x.n, w.rows());
+  linear(w, x, gain, eps, both, args);
+  swiglu_kernel<<<dim3(static_cast<unsigned>((y.dim + 127) / 128), static_cast<unsigned>(x.n)), 128, 0,
+                  device.stream()>>>(both.data, y.dim, epilogue == Epilogue::Clamped, limit, y.data, y.stride);
+  DS4_CUDA(cudaGetLastError());
+}
+
+}  // namespace ds4::cuda

@@ -1,0 +1,56 @@
+// What the two halves of the backend (ops.cu, latent.cu) share: the device, the memory of a step and the steps' rows.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/linear.h"
+#include "cuda/state.h"
+#include "cuda/weights.h"
+
+namespace ds4::cuda {
+
+class Context {
+ public:
+  Context(int device, bool synthetic)
+      : device(device), arena(this->device), workspace(this->device), inputs(this->device),
+        uploader(this->device, synthetic) {}
+
+  Tensor scratch(int64_t n, int64_t dim) {
+    require(n >= 0 && dim > 0, "scratch of an impossible shape");
+    return {static_cast<float*>(arena.take(static_cast<size_t>(n * dim) * sizeof(float))), n, dim};
+  }
+  int32_t* integers(int64_t n) {
+    return static_cast<int32_t*>(arena.take(static_cast<size_t>(std::max<int64_t>(1, n)) * sizeof(int32_t)));
+  }
+  void reset_step() {
+    arena.reset();
+    inputs.reset();
+    refs_.clear();
+  }
+
+  // The rows on the device; the rows of one session stand together.
+  const DeviceRow* rows(std::span<const RowRef> rows);
+  static const DeviceState& state(const RowRef& row);
+
+  // y = W x with or without norm, in the segments' types. `args` carries what follows the product; rows, cols, T and
+  // the row offset of each segment are set here.
+  void linear(const CudaWeight& w, Tensor x, const float* gain, float eps, Tensor y, LinearArgs args);
+  // y = silu(G x) * (U x) with the epilogue SwiGLU or Clamped, for a weight loaded as SwiGLU.
+  void swiglu(const CudaWeight& w, Tensor x, const float* gain, float eps, Epilogue epilogue, float limit, Tensor y);
+  // Activations for block formats; valid until the next call.
+  Activations quantized(Tensor x, const float* gain, float eps);
+
+  Device device;
+  Arena arena;
+  Workspace workspace;
+  StepInputs inputs;
+  Uploader uploader;
+
+ private:
+  // Rows of x, normed if asked, aligned for linear_floats and zero behind `dim` up to a multiple of 8.
+  Tensor floats(Tensor x, const float* gain, float eps);
+  std::vector<RowRef> refs_;
+  const DeviceRow* device_rows_ = nullptr;
+};
+
+}  // namespace ds4::cuda

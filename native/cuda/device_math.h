@@ -1,0 +1,59 @@
+// Reductions and small functions of the kernels; orders are fixed by the block's size.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "types.h"
+
+namespace ds4::cuda {
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int m = 16; m > 0; m /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, m);
+  return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int m = 16; m > 0; m /= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, m));
+  return v;
+}
+
+// Sum over a block of whole warps, at most 32; every thread gets it. `shared` holds 32 floats.
+__device__ __forceinline__ float block_sum(float v, float* shared) {
+  v = warp_sum(v);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = threadIdx.x % 32 < blockDim.x / 32 ? shared[threadIdx.x % 32] : 0.0f;
+  return warp_sum(v);
+}
+
+__device__ __forceinline__ float sigmoid(float x) {
+  return 1.0f / (1.0f + expf(-x));
+}
+__device__ __forceinline__ float swiglu(float g, float u) {
+  return g * sigmoid(g) * u;
+}
+__device__ __forceinline__ float swiglu_clamped(float g, float u, float limit) {
+  return swiglu(fminf(g, limit), fminf(fmaxf(u, -limit), limit));
+}
+
+// Element i of an array of F32, F16 or BF16.
+__device__ __forceinline__ float load_element(const void* p, int64_t i, int32_t type) {
+  if (type == static_cast<int32_t>(DType::F32)) return static_cast<const float*>(p)[i];
+  if (type == static_cast<int32_t>(DType::F16)) return __half2float(static_cast<const __half*>(p)[i]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+}
+__device__ __forceinline__ void store_element(void* p, int64_t i, int32_t type, float v) {
+  if (type == static_cast<int32_t>(DType::F32))
+    static_cast<float*>(p)[i] = v;
+  else if (type == static_cast<int32_t>(DType::F16))
+    static_cast<__half*>(p)[i] = __float2half_rn(v);
+  else
+    static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v);
+}
+
+}  // namespace ds4::cuda

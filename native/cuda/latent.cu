@@ -1,0 +1,557 @@
+#include <algorithm>
+#include <bit>
+
+#include "cuda/device_math.h"
+#include "cuda/latent.h"
+#include "cuda/latent_attention.h"
+#include "cuda/moe.h"
+
+namespace ds4::cuda {
+namespace {
+
+constexpr int kMostStreams = 16;
+constexpr int kThreads = 256;
+
+// ---- hyper-connections
+
+// c[t][i] = fn_i . x_t for the first `n` blocks, the sum of squares of x_t for the last. Bytes: fn once for each row
+// of the step (from the cache after the first), x once for each block, likewise. Operations: 2 (n + 1) cols T.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    coefficients_kernel(const T* fn, int64_t fn_stride, int n, const float* x, int64_t stride, int64_t cols, float* c) {
+  __shared__ float shared[32];
+  const int i = blockIdx.x;
+  const float* row = x + blockIdx.y * stride;
+  float sum = 0.0f;
+  if (i < n) {
+    const T* w = fn + i * fn_stride;
+#pragma unroll 8
+    for (int64_t k = threadIdx.x; k < cols; k += kThreads) sum = fmaf(static_cast<float>(w[k]), row[k], sum);
+  } else {
+#pragma unroll 8
+    for (int64_t k = threadIdx.x; k < cols; k += kThreads) sum = fmaf(row[k], row[k], sum);
+  }
+  sum = block_sum(sum, shared);
+  if (threadIdx.x == 0) c[blockIdx.y * (n + 1) + i] = sum;
+}
+
+struct HyperArgs {
+  const float *base, *scale;
+  int streams, iterations;
+  float norm_eps, eps;
+  int64_t width;
+};
+
+// Sinkhorn's algorithm on m [n][n] by one warp. For four streams a lane is an entry and sums are shuffles.
+__device__ void sinkhorn(float* m, int n, int iterations, float eps) {
+  const int lane = threadIdx.x;
+  if (n == 4) {
+    float v = lane < 16 ? m[lane] : 0.0f;
+    const auto over = [](float x, int a, int b) {
+      x = x + __shfl_xor_sync(0xFFFFFFFFu, x, a);
+      return x + __shfl_xor_sync(0xFFFFFFFFu, x, b);
+    };
+    float largest = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+    v = expf(v - largest);
+    v = v / over(v, 1, 2) + eps;
+    v = v / (over(v, 4, 8) + eps);
+    for (int i = 1; i < iterations; ++i) {
+      v = v / (over(v, 1, 2) + eps);
+      v = v / (over(v, 4, 8) + eps);
+    }
+    if (lane < 16) m[lane] = v;
+    __syncwarp();
+    return;
+  }
+  const auto scale_lines = [&](int line, int step) {
+    if (lane < n) {
+      float sum = eps;
+      for (int b = 0; b < n; ++b) sum += m[lane * line + b * step];
+      for (int b = 0; b < n; ++b) m[lane * line + b * step] /= sum;
+    }
+    __syncwarp();
+  };
+  if (lane < n) {
+    float* row = m + lane * n;
+    float largest = row[0], sum = 0.0f;
+    for (int b = 1; b < n; ++b) largest = fmaxf(largest, row[b]);
+    for (int b = 0; b < n; ++b) sum += row[b] = expf(row[b] - largest);
+    for (int b = 0; b < n; ++b) row[b] = row[b] / sum + eps;
+  }
+  __syncwarp();
+  scale_lines(1, n);
+  for (int i = 1; i < iterations; ++i) {
+    scale_lines(n, 1);
+    scale_lines(1, n);
+  }
+}
+
+// y = sum of pre[j] streams[j]; the first block of a row also writes the mix. Bytes: the streams once, y once.
+__global__ void __launch_bounds__(kThreads)
+    hc_in_kernel(HyperArgs a, const float* c, const float* x, int64_t stride, float* y, int64_t y_stride, float* mix,
+                 int64_t mix_stride) {
+  __shared__ float pre[kMostStreams];
+  __shared__ float m[kMostStreams * kMostStreams];
+  const int n = a.streams, rows = mix ? 2 * n + n * n : n;
+  const int64_t t = blockIdx.y;
+  c += t * (rows + 1);
+  const float factor = 1.0f / sqrtf(c[rows] / static_cast<float>(n * a.width) + a.norm_eps);
+  if (threadIdx.x < n) {
+    const int j = threadIdx.x;
+    pre[j] = sigmoid(c[j] * factor * a.scale[0] + a.base[j]) + a.eps;
+    if (mix && blockIdx.x == 0)
+      mix[t * mix_stride + j] = 2.0f * sigmoid(c[n + j] * factor * a.scale[1] + a.base[n + j]);
+  }
+  __syncthreads();
+  const float* row = x + t * stride;
+  for (int64_t d = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; d < a.width;
+       d += static_cast<int64_t>(gridDim.x) * kThreads) {
+    float sum = 0.0f;
+    for (int j = 0; j < n; ++j) sum = fmaf(pre[j], row[j * a.width + d], sum);
+    y[t * y_stride + d] = sum;
+  }
+  if (!mix || blockIdx.x != 0 || threadIdx.x >= 32) return;
+  for (int i = threadIdx.x; i < n * n; i += 32) m[i] = c[2 * n + i] * factor * a.scale[2] + a.base[2 * n + i];
+  __syncwarp();
+  sinkhorn(m, n, a.iterations, a.eps);
+  for (int i = threadIdx.x; i < n * n; i += 32) mix[t * mix_stride + n + i] = m[i];
+}
+
+// Bytes: out and mix once, the streams in and out.
+template <int kStreams>
+__global__ void __launch_bounds__(kThreads)
+    hc_out_kernel(const float* out, int64_t out_stride, const float* mix, int64_t mix_stride, int n, int64_t width,
+                  float* streams, int64_t stride) {
+  __shared__ float shared[kMostStreams + kMostStreams * kMostStreams];
+  const int64_t t = blockIdx.y, d = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  for (int i = threadIdx.x; i < n + n * n; i += kThreads) shared[i] = mix[t * mix_stride + i];
+  __syncthreads();
+  if (d >= width) return;
+  const float *post = shared, *m = shared + n;
+  float* x = streams + t * stride + d;
+  const float o = out[t * out_stride + d];
+  float in[kStreams];
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j)
+    if (j < n) in[j] = x[j * width];
+#pragma unroll
+  for (int k = 0; k < kStreams; ++k)
+    if (k < n) {
+      float sum = post[k] * o;
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j)
+        if (j < n) sum = fmaf(m[j * n + k], in[j], sum);
+      x[k * width] = sum;
+    }
+}
+
+// ---- heads
+
+__global__ void __launch_bounds__(128) head_norm_kernel(float* x, int64_t stride, int64_t dim, float eps) {
+  __shared__ float shared[32];
+  float* head = x + blockIdx.y * stride + blockIdx.x * dim;
+  float squares = 0.0f;
+  for (int64_t i = threadIdx.x; i < dim; i += 128) squares = fmaf(head[i], head[i], squares);
+  const float factor = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(dim) + eps);
+  for (int64_t i = threadIdx.x; i < dim; i += 128) head[i] = head[i] * factor;
+}
+
+// The angle is one f32 product; its functions are exact to the last bit of f32.
+__device__ __forceinline__ void angle_of(int64_t position, float freq, float& cosine, float& sine) {
+  const double angle = static_cast<double>(static_cast<float>(position) * freq);
+  cosine = static_cast<float>(cos(angle));
+  sine = static_cast<float>(sin(angle));
+}
+
+__global__ void angles_kernel(const DeviceRow* rows, const float* freq, int64_t pairs, float* out, int64_t stride) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= pairs) return;
+  float* to = out + blockIdx.y * stride;
+  angle_of(rows[blockIdx.y].position, freq[i], to[i], to[pairs + i]);
+}
+
+__device__ __forceinline__ void rotate(float& a, float& b, float c, float s) {
+  const float u = a, w = b;
+  a = u * c - w * s;
+  b = u * s + w * c;
+}
+
+__global__ void rope_tail_kernel(float* x, int64_t stride, const float* table, int64_t table_stride, int heads,
+                                 int64_t dim, int pairs, float sign) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= heads * pairs) return;
+  const int64_t t = blockIdx.y;
+  const int h = i / pairs, pair = i % pairs;
+  float* p = x + t * stride + h * dim + dim - 2 * pairs + 2 * pair;
+  rotate(p[0], p[1], table[t * table_stride + pair], sign * table[t * table_stride + pairs + pair]);
+}
+
+// ---- simulated FP8 and FP4 (OCP MX v1.0 element formats), bit for bit as the reference does
+
+__device__ __forceinline__ float ceil_power_of_two(float f) {
+  const uint32_t bits = __float_as_uint(f);
+  return __uint_as_float(bits & 0x7FFFFFu ? ((bits >> 23) + 1) << 23 : bits);
+}
+// Nearest value with `mantissa` bits behind the point, exponents from `lowest` up, ties to even.
+__device__ __forceinline__ float to_small(float x, int lowest, int mantissa, float largest) {
+  const float a = fabsf(x);
+  const int exponent = max(static_cast<int>(__float_as_uint(a) >> 23) - 127, lowest);
+  const float step = __uint_as_float(static_cast<uint32_t>(exponent - mantissa + 127) << 23);
+  return copysignf(fminf(rintf(a / step) * step, largest), x);
+}
+
+// One row in shared memory, by the whole block.
+__device__ void round_row(float* x, int dim, RowRounding rounding, int rotated) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  if (rounding == RowRounding::Fp8) {
+    for (int g = warp; g < (dim - rotated) / 64; g += warps) {
+      float &a = x[g * 64 + lane], &b = x[g * 64 + 32 + lane];
+      const float largest = fmaxf(1e-4f, warp_max(fmaxf(fabsf(a), fabsf(b))));
+      const float scale = ceil_power_of_two(largest * (1.0f / 448.0f));
+      a = to_small(fminf(fmaxf(a / scale, -448.0f), 448.0f), -6, 3, 448.0f) * scale;
+      b = to_small(fminf(fmaxf(b / scale, -448.0f), 448.0f), -6, 3, 448.0f) * scale;
+    }
+  } else if (rounding == RowRounding::HadamardFp4) {
+    for (int h = 1; h < dim; h *= 2) {
+      for (int p = threadIdx.x; p < dim / 2; p += blockDim.x) {
+        const int i = p / h * 2 * h + p % h;
+        const float a = x[i], b = x[i + h];
+        x[i] = a + b;
+        x[i + h] = a - b;
+      }
+      __syncthreads();
+    }
+    const float norm = static_cast<float>(1.0 / sqrt(static_cast<double>(dim)));
+    for (int g = warp; g < dim / 32; g += warps) {
+      const float v = x[g * 32 + lane] * norm;
+      const float largest = fmaxf(6.0f * 0x1p-126f, warp_max(fabsf(v)));
+      const float scale = ceil_power_of_two(largest * (1.0f / 6.0f));
+      x[g * 32 + lane] = to_small(fminf(fmaxf(v / scale, -6.0f), 6.0f), 0, 1, 6.0f) * scale;
+    }
+  }
+  __syncthreads();
+}
+
+__global__ void __launch_bounds__(128)
+    round_rows_kernel(float* x, int64_t stride, int dim, RowRounding rounding, int rotated) {
+  extern __shared__ float shared[];
+  float* row = x + blockIdx.y * stride + static_cast<int64_t>(blockIdx.x) * dim;
+  for (int i = threadIdx.x; i < dim; i += blockDim.x) shared[i] = row[i];
+  __syncthreads();
+  round_row(shared, dim, rounding, rotated);
+  for (int i = threadIdx.x; i < dim; i += blockDim.x) row[i] = shared[i];
+}
+
+void check_rounding(RowRounding rounding, int64_t dim, int64_t rotated) {
+  require(rounding != RowRounding::Fp8 || (dim - rotated) % 64 == 0, "Fp8 rows come in groups of 64");
+  require(rounding != RowRounding::HadamardFp4 || (std::has_single_bit(static_cast<uint64_t>(dim)) && dim % 32 == 0),
+          "Fp4 rows are a power of two long");
+}
+
+// ---- state
+
+// Whether a row is among the last `capacity` of its session in this step: only those may go to a ring, each to a slot
+// of its own.
+__device__ __forceinline__ bool stays(const DeviceRow& row, int64_t t, int64_t capacity) {
+  return t + capacity >= row.first + row.count;
+}
+
+__global__ void ring_store_kernel(const float* x, int64_t stride, int64_t dim, const DeviceRow* rows,
+                                  BufferPlace ring) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, t = blockIdx.y;
+  const DeviceRow row = rows[t];
+  if (i < dim && stays(row, t, ring.capacity))
+    reinterpret_cast<float*>(ring_row(row, ring, row.position))[i] = x[t * stride + i];
+}
+
+struct CompressArgs {
+  BufferPlace ring, rows;
+  const float *bias, *gain, *freq;
+  int ratio, dim, lanes, pairs;
+  float eps;
+  RowRounding rounding;
+};
+
+// Where a window closes: pools it, norms, rotates and rounds. Tokens of this step are read from `kg`, older ones from
+// the ring, which is written afterwards. Bytes: the window's keys and gates twice. One block for each row of the step.
+__global__ void __launch_bounds__(kThreads)
+    compress_kernel(const float* kg, int64_t stride, const DeviceRow* rows, CompressArgs a) {
+  extern __shared__ float pooled[];  // [dim], then [32]
+  const int64_t t = blockIdx.x;
+  const DeviceRow row = rows[t];
+  const int p = row.position;
+  if ((p + 1) % a.ratio != 0) return;
+  const int half = a.lanes * a.dim, first = p + 1 - a.ratio;
+  const int start = a.lanes == 2 && first > 0 ? first - a.ratio : first;
+  const int step_first = p - static_cast<int>(t - row.first);
+  float squares = 0.0f;
+  for (int i = threadIdx.x; i < a.dim; i += kThreads) {
+    const auto entry = [&](int at, bool gate) {
+      const int column = (a.lanes == 2 && at >= first ? a.dim : 0) + i;
+      if (at < step_first) return reinterpret_cast<const float*>(ring_row(row, a.ring, at))[(gate ? half : 0) + column];
+      const float* token = kg + static_cast<int64_t>(row.first + at - step_first) * stride;
+      return gate ? token[half + column] + a.bias[at % a.ratio * half + column] : token[column];
+    };
+    float largest = -INFINITY;
+    for (int at = start; at <= p; ++at) largest = fmaxf(largest, entry(at, true));
+    float total = 0.0f, sum = 0.0f;
+    for (int at = start; at <= p; ++at) {
+      const float e = expf(entry(at, true) - largest);
+      total = total + e;
+      sum = fmaf(e, entry(at, false), sum);
+    }
+    const float v = sum / total;
+    pooled[i] = v;
+    squares = fmaf(v, v, squares);
+  }
+  const float factor = 1.0f / sqrtf(block_sum(squares, pooled + a.dim) / static_cast<float>(a.dim) + a.eps);
+  for (int i = threadIdx.x; i < a.dim; i += kThreads) pooled[i] = pooled[i] * factor * a.gain[i];
+  __syncthreads();
+  for (int i = threadIdx.x; i < a.pairs; i += kThreads) {
+    float c, s;
+    angle_of(first, a.freq[i], c, s);
+    float* pair = pooled + a.dim - 2 * a.pairs + 2 * i;
+    rotate(pair[0], pair[1], c, s);
+  }
+  __syncthreads();
+  round_row(pooled, a.dim, a.rounding, 2 * a.pairs);
+  float* to = reinterpret_cast<float*>(append_row(row, a.rows, p / a.ratio));
+  for (int i = threadIdx.x; i < a.dim; i += kThreads) to[i] = pooled[i];
+}
+
+__global__ void store_open_kernel(const float* kg, int64_t stride, const DeviceRow* rows, BufferPlace ring,
+                                  const float* bias, int ratio, int half) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const int64_t t = blockIdx.y;
+  const DeviceRow row = rows[t];
+  if (i >= 2 * half || !stays(row, t, ring.capacity)) return;
+  const float v = kg[t * stride + i];
+  reinterpret_cast<float*>(ring_row(row, ring, row.position))[i] =
+      i < half ? v : v + bias[row.position % ratio * half + i - half];
+}
+
+unsigned pieces(int64_t n, int threads) {
+  return static_cast<unsigned>((n + threads - 1) / threads);
+}
+
+class CudaLatentOps final : public LatentOps {
+ public:
+  explicit CudaLatentOps(Context& context) : context_(context) {}
+
+  void hc_in(const HyperConnection& hc, Tensor streams, Tensor y, Tensor mix) override {
+    const int64_t n = hc.streams;
+    require(streams.dim == n * y.dim && mix.dim == n + n * n && y.n == streams.n && mix.n == streams.n, "hc_in shapes");
+    hyper(hc, 2 * n + n * n, 3, streams, y, &mix);
+  }
+
+  void hc_head(const HyperConnection& hc, Tensor streams, Tensor y) override {
+    require(streams.dim == hc.streams * y.dim && y.n == streams.n, "hc_head shapes");
+    hyper(hc, hc.streams, 1, streams, y, nullptr);
+  }
+
+  void hc_out(Tensor out, Tensor mix, int64_t n, Tensor streams) override {
+    enter();
+    require(streams.dim == n * out.dim && mix.dim == n + n * n && out.n == streams.n && n <= kMostStreams,
+            "hc_out shapes");
+    if (out.n == 0) return;
+    const dim3 grid(pieces(out.dim, kThreads), static_cast<unsigned>(out.n));
+    const auto launch = [&](auto kernel) {
+      kernel<<<grid, kThreads, 0, stream()>>>(out.data, out.stride, mix.data, mix.stride, static_cast<int>(n), out.dim,
+                                              streams.data, streams.stride);
+    };
+    if (n == 4)
+      launch(hc_out_kernel<4>);
+    else
+      launch(hc_out_kernel<kMostStreams>);
+    DS4_CUDA(cudaGetLastError());
+  }
+
+  void head_norm(Tensor x, int64_t heads, float eps) override {
+    enter();
+    require(x.dim % heads == 0, "head_norm shapes");
+    if (x.n == 0) return;
+    head_norm_kernel<<<dim3(static_cast<unsigned>(heads), static_cast<unsigned>(x.n)), 128, 0, stream()>>>(
+        x.data, x.stride, x.dim / heads, eps);
+    DS4_CUDA(cudaGetLastError());
+  }
+
+  void rope_table_f32(std::span<const RowRef> rows, std::span<const float> freq, Tensor out) override {
+    enter();
+    const auto pairs = static_cast<int64_t>(freq.size());
+    require(static_cast<int64_t>(rows.size()) == out.n && out.dim == 2 * pairs, "rope_table_f32 shapes");
+    if (out.n == 0) return;
+    angles_kernel<<<dim3(pieces(pairs, 64), static_cast<unsigned>(out.n)), 64, 0, stream()>>>(
+        context_.rows(rows), context_.inputs.constant(freq), pairs, out.data, out.stride);
+    DS4_CUDA(cudaGetLastError());
+  }
+
+  void rope_tail(Tensor x, Tensor table, int64_t heads, bool inverse) override {
+    enter();
+    const int64_t dim = x.dim / heads, pairs = table.dim / 2;
+    require(x.dim % heads == 0 && table.n == x.n && 2 * pairs <= dim, "rope_tail shapes");
+    if (x.n == 0) return;
+    rope_tail_kernel<<<dim3(pieces(heads * pairs, 128), static_cast<unsigned>(x.n)), 128, 0, stream()>>>(
+        x.data, x.stride, table.data, table.stride, static_cast<int>(heads), dim, static_cast<int>(pairs),
+        inverse ? -1.0f : 1.0f);
+    DS4_CUDA(cudaGetLastError());
+  }
+
+  void round_rows(Tensor x, int64_t heads, RowRounding rounding, int64_t rotated) override {
+    enter();
+    require(x.dim % heads == 0, "round_rows shapes");
+    const int64_t dim = x.dim / heads;
+    check_rounding(rounding, dim, rotated);
+    if (x.n == 0 || rounding == RowRounding::None) return;
+    round_rows_kernel<<<dim3(static_cast<unsigned>(heads), static_cast<unsigned>(x.n)), 128,
+                        static_cast<size_t>(dim) * sizeof(float), stream()>>>(x.data, x.stride, static_cast<int>(dim),
+                                                                              rounding, static_cast<int>(rotated));
+    DS4_CUDA(cudaGetLastError());
+  }
+
+  void ring_store(Tensor x, std::span<const RowRef> rows, size_t ring) override {
+    enter();
+    require(static_cast<int64_t>(rows.size()) == x.n, "ring_store shapes");
+    if (x.n == 0) return;
+    const BufferPlace place = float_buffer(rows, ring, x.dim);
+    ring_store_kernel<<<dim3(pieces(x.dim, 128), static_cast<unsigned>(x.n)), 128, 0, stream()>>>(
+        x.data, x.stride, x.dim, context_.rows(rows), place);
+    DS4_CUDA(cudaGetLastError());
+  }
+
+  void compress(Tensor kg, std::span<const RowRef> rows, const Compressor& c) override {
+    enter();
+    const int64_t lanes = c.ratio == 4 ? 2 : 1, half = lanes * c.dim;
+    require(kg.dim == 2 * half && static_cast<int64_t>(rows.size()) == kg.n, "compress shapes");
+    const CudaWeight& bias = on_device(*c.bias);
+    require(bias.rows() == c.ratio && bias.cols() == half, "compress bias shape");
+    const auto pairs = static_cast<int64_t>(c.freq.size());
+    check_rounding(c.rounding, c.dim, 2 * pairs);
+    if (kg.n == 0) return;
+    CompressArgs a{float_buffer(rows, c.ring, 2 * half),
+                   float_buffer(rows, c.rows, c.dim),
+                   bias.dense(context_.device),
+                   vector_of(*c.gain, c.dim, "compress gain shape"),
+                   context_.inputs.constant(c.freq),
+                   static_cast<int>(c.ratio),
+                   static_cast<int>(c.dim),
+                   static_cast<int>(lanes),
+                   static_cast<int>(pairs),
+                   c.eps,
+                   c.rounding};
+    const DeviceRow* list = context_.rows(rows);
+    compress_kernel<<<static_cast<unsigned>(kg.n), kThreads, static_cast<size_t>(c.dim + 32) * sizeof(float),
+                      stream()>>>(kg.data, kg.stride, list, a);
+    store_open_kernel<<<dim3(pieces(2 * half, kThreads), static_cast<unsigned>(kg.n)), kThreads, 0, stream()>>>(
+        kg.data, kg.stride, list, a.ring, a.bias, a.ratio, static_cast<int>(half));
+    DS4_CUDA(cudaGetLastError());
+  }
+
+  Selection select(Tensor q, Tensor weight, std::span<const RowRef> rows, size_t index_rows, int64_t ratio,
+                   int64_t heads, int64_t k) override {
+    enter();
+    return select_rows(context_, q, weight, rows, index_rows, ratio, heads, k);
+  }
+
+  void latent_attention(Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
+                        const Selection* selection, Tensor out) override {
+    enter();
+    cuda::latent_attention(context_, q, kv, rows, a, selection, out);
+  }
+
+  std::unique_ptr<Weight> load_grouped(const MatrixView& view, int64_t groups) override {
+    require(groups > 0 && view.rows % groups == 0 && view.rows / groups % 4 == 0,
+            "groups do not divide the rows into fours");
+    return context_.uploader.load({&view, 1}, false);
+  }
+
+  void grouped_linear(const Weight& w, Tensor x, int64_t groups, Tensor y) override {
+    enter();
+    require(x.dim == groups * w.cols() && y.dim == w.rows() && w.rows() % groups == 0 && x.n == y.n &&
+                w.rows() / groups % 4 == 0 && w.cols() % 8 == 0,
+            "grouped_linear shapes");
+    LinearArgs args;
+    args.rank = w.rows() / groups;
+    context_.linear(on_device(w), x, nullptr, 0, y, args);
+  }
+
+  void linear_swiglu_clamped(const Weight& w, Tensor x, float limit, Tensor y) override {
+    enter();
+    require(x.n == y.n && x.dim == w.cols() && 2 * y.dim == w.rows(), "linear_swiglu_clamped shapes");
+    context_.swiglu(on_device(w), x, nullptr, 0, Epilogue::Clamped, limit, y);
+  }
+
+  Routing route(Tensor logits, const Weight* bias, const Weight* table, std::span<const int32_t> ids, int64_t k,
+                float scale) override {
+    enter();
+    return cuda::route(context_, logits, bias, table, ids, k, scale);
+  }
+
+  std::unique_ptr<Weight> load_experts(std::span<const MatrixView> parts, int64_t experts, WeightUse use) override {
+    const bool swiglu = use == WeightUse::SwiGLU;
+    require(experts > 0 && static_cast<int64_t>(parts.size()) == experts * (swiglu ? 2 : 1),
+            "load_experts of another number of matrices");
+    for (const MatrixView& p : parts)
+      require(p.rows == parts.front().rows && p.type == parts.front().type, "experts of different shapes or types");
+    return context_.uploader.load(parts, swiglu);
+  }
+
+  std::unique_ptr<Weight> load_table(const MatrixView& view) override { return context_.uploader.load_table(view); }
+
+  void moe(const Weight& gate_up, const Weight& down, Tensor x, const Routing& routing, float limit,
+           Tensor y) override {
+    enter();
+    experts(context_, on_device(gate_up), on_device(down), x, routing, limit, y);
+  }
+
+ private:
+  void enter() const { context_.device.enter(); }
+  cudaStream_t stream() const { return context_.device.stream(); }
+
+  static BufferPlace float_buffer(std::span<const RowRef> rows, size_t index, int64_t width) {
+    const BufferPlace& p = Context::state(rows.front()).place(index);
+    require(p.type == static_cast<int32_t>(DType::F32) && p.row_bytes == width * 4, "a state buffer of another shape");
+    return p;
+  }
+
+  void hyper(const HyperConnection& hc, int64_t rows, int64_t scales, Tensor streams, Tensor y, const Tensor* mix) {
+    enter();
+    const CudaWeight& fn = on_device(*hc.fn);
+    require(fn.cols() == streams.dim && fn.rows() == rows && hc.streams <= kMostStreams, "hyper-connection shape");
+    if (streams.n == 0) return;
+    const HyperArgs a{vector_of(*hc.base, rows, "hyper-connection base shape"),
+                      vector_of(*hc.scale, scales, "hyper-connection scale shape"),
+                      static_cast<int>(hc.streams),
+                      static_cast<int>(hc.iterations),
+                      hc.norm_eps,
+                      hc.eps,
+                      y.dim};
+    auto* c = context_.workspace.get<float>(Workspace::Coefficients, streams.n * (rows + 1));
+    const dim3 grid(static_cast<unsigned>(rows + 1), static_cast<unsigned>(streams.n));
+    const auto launch = [&](const auto* data, int64_t stride) {
+      coefficients_kernel<<<grid, kThreads, 0, stream()>>>(data, stride, static_cast<int>(rows), streams.data,
+                                                           streams.stride, streams.dim, c);
+    };
+    const Segment& s = fn.segments.front();
+    if (s.type == DType::F16)
+      launch(s.memory.as<const __half>(), s.stride);
+    else if (s.type == DType::BF16)
+      launch(s.memory.as<const __nv_bfloat16>(), s.stride);
+    else
+      launch(fn.dense(context_.device), fn.cols());
+    hc_in_kernel<<<dim3(std::min(pieces(y.dim, kThreads), 16u), static_cast<unsigned>(streams.n)), kThreads, 0,
+                   stream()>>>(a, c, streams.data, streams.stride, y.data, y.stride, mix ? mix->data : nullptr,
+                               mix ? mix->stride : 0);
+    DS4_CUDA(cudaGetLastError());
+  }
+
+  Context& context_;
+};
+
+}  // namespace
+
+std::unique_ptr<LatentOps> make_latent_ops(Context& context) {
+  return std::make_unique<CudaLatentOps>(context);
+}
+
+}  // namespace ds4::cuda

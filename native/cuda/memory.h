@@ -1,0 +1,179 @@
+// Device memory and its lifetime: everything of one backend runs on one stream, so memory is allocated and freed in
+// stream order and reuse needs no synchronisation.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ops.h"
+
+namespace ds4::cuda {
+
+// Throws std::bad_alloc for exhausted memory, std::runtime_error naming the call and its place for anything else.
+[[noreturn]] void fail(cudaError_t error, const char* what, const char* file, int line);
+
+#define DS4_CUDA(call)                                                                                  \
+  do {                                                                                                  \
+    if (const cudaError_t ds4_error = (call); ds4_error != cudaSuccess)                                 \
+      ::ds4::cuda::fail(ds4_error, #call, __FILE__, __LINE__);                                          \
+  } while (0)
+
+// Throws Invalid.
+void require(bool ok, const char* what);
+
+// One GPU and its stream. Entry points of the backend call `enter` first: CUDA's current device is per thread.
+class Device {
+ public:
+  explicit Device(int index);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  void enter() const { DS4_CUDA(cudaSetDevice(index_)); }
+  cudaStream_t stream() const { return stream_; }
+  cudaMemPool_t pool() const { return pool_; }
+  void synchronize() const { DS4_CUDA(cudaStreamSynchronize(stream_)); }
+  const std::string& name() const { return name_; }
+  int multiprocessors() const { return multiprocessors_; }
+
+ private:
+  int index_;
+  cudaStream_t stream_ = nullptr;
+  cudaMemPool_t pool_ = nullptr;
+  std::string name_;
+  int multiprocessors_ = 0;
+};
+
+// Owns device memory. `Pooled` buffers come and go in stream order; the others are for weights, which stay.
+class DeviceBuffer {
+ public:
+  enum Kind { Lasting, Pooled };
+  DeviceBuffer() = default;
+  DeviceBuffer(const Device& device, size_t bytes, Kind kind);
+  ~DeviceBuffer() { reset(); }
+  DeviceBuffer(DeviceBuffer&& other) noexcept { *this = std::move(other); }
+  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
+
+  template <class T = std::byte>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void reset() noexcept;
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+  cudaStream_t stream_ = nullptr;
+  Kind kind_ = Lasting;
+};
+
+// Page-locked host memory.
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  explicit PinnedBuffer(size_t bytes);
+  ~PinnedBuffer();
+  PinnedBuffer(PinnedBuffer&& other) noexcept { *this = std::move(other); }
+  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept;
+  std::byte* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+class Event {
+ public:
+  Event() { DS4_CUDA(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  void record(cudaStream_t stream) { DS4_CUDA(cudaEventRecord(event_, stream)); }
+  void wait() { DS4_CUDA(cudaEventSynchronize(event_)); }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// Memory of one step, handed out front to back and taken back at once. The same requests give the same addresses
+// until `generation` changes.
+class Arena {
+ public:
+  explicit Arena(const Device& device) : device_(device) {}
+  void* take(size_t bytes);
+  void reset();
+  size_t bytes() const;
+  uint64_t generation() const { return generation_; }
+
+ private:
+  const Device& device_;
+  std::vector<DeviceBuffer> slabs_;
+  size_t slab_ = 0, used_ = 0;
+  uint64_t generation_ = 0;
+};
+
+// Named temporaries inside an operation. Grow only.
+class Workspace {
+ public:
+  enum Slot { Quants, Scales, Floats, Partials, Hidden, Products, Coefficients, Scores, Plan, kSlots };
+  explicit Workspace(const Device& device) : device_(device) {}
+  template <class T>
+  T* get(Slot slot, int64_t count) {
+    return static_cast<T*>(bytes(slot, static_cast<size_t>(count) * sizeof(T)));
+  }
+  size_t total() const;
+  uint64_t generation() const { return generation_; }
+
+ private:
+  void* bytes(Slot slot, size_t n);
+  const Device& device_;
+  DeviceBuffer buffers_[kSlots];
+  uint64_t generation_ = 0;
+};
+
+// Small host arrays that the operations of a step read. Equal contents are uploaded once per step; `constant`, once.
+class StepInputs {
+ public:
+  explicit StepInputs(const Device& device);
+  void reset();
+  template <class T>
+  const T* upload(std::span<const T> values) {
+    return static_cast<const T*>(upload_bytes(values.data(), values.size_bytes()));
+  }
+  template <class T>
+  const T* constant(std::span<const T> values) {
+    return static_cast<const T*>(constant_bytes(values.data(), values.size_bytes()));
+  }
+
+ private:
+  struct Entry {
+    size_t offset, bytes;
+  };
+  struct Constant {
+    std::vector<std::byte> host;
+    DeviceBuffer device;
+  };
+  const void* upload_bytes(const void* data, size_t bytes);
+  const void* constant_bytes(const void* data, size_t bytes);
+
+  const Device& device_;
+  PinnedBuffer host_;
+  DeviceBuffer memory_;
+  std::vector<DeviceBuffer> outgrown_;
+  std::vector<PinnedBuffer> outgrown_host_;
+  std::vector<Entry> entries_;
+  std::vector<Constant> constants_;
+  size_t used_ = 0;
+  Event copied_;
+};
+
+}  // namespace ds4::cuda

@@ -1,0 +1,179 @@
+#include <algorithm>
+#include <cfloat>
+
+#include "cuda/device_math.h"
+#include "cuda/moe.h"
+
+namespace ds4::cuda {
+namespace {
+
+constexpr int kMostExperts = 1024;
+
+// Bytes: the logits and the bias once. One block of threads for each row: scores, then k rounds of a maximum by one
+// warp.
+__global__ void __launch_bounds__(256)
+    route_kernel(const float* logits, int64_t stride, int n_experts, const float* bias, const int32_t* table,
+                 const int32_t* ids, int k, float scale, int32_t* experts, float* weights) {
+  extern __shared__ float shared[];
+  float *score = shared, *key = shared + n_experts;
+  const int64_t t = blockIdx.x;
+  for (int e = threadIdx.x; e < n_experts; e += blockDim.x) {
+    const float x = logits[t * stride + e];
+    const float softplus = x > 20.0f ? x : x < -20.0f ? expf(x) : log1pf(expf(x));
+    score[e] = sqrtf(softplus);
+    const float v = bias ? score[e] + bias[e] : score[e];
+    key[e] = isnan(v) ? -FLT_MAX : v;
+  }
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const int lane = threadIdx.x;
+  int32_t* chosen = experts + t * k;
+  float sum = 0.0f;
+  for (int i = 0; i < k; ++i) {
+    int best = INT_MAX;
+    if (table) {
+      best = table[static_cast<int64_t>(ids[t]) * k + i];
+    } else {
+      float largest = -INFINITY;
+      for (int e = lane; e < n_experts; e += 32)
+        if (key[e] > largest) largest = key[e], best = e;
+#pragma unroll
+      for (int m = 16; m > 0; m /= 2) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, largest, m);
+        const int at = __shfl_xor_sync(0xFFFFFFFFu, best, m);
+        if (other > largest || (other == largest && at < best)) largest = other, best = at;
+      }
+      if (lane == 0) key[best] = -INFINITY;
+      __syncwarp();
+    }
+    if (lane == 0) chosen[i] = best;
+    sum = sum + score[best];
+  }
+  __syncwarp();
+  sum = fmaxf(sum, 6.1035e-5f);
+  for (int i = lane; i < k; i += 32) weights[t * k + i] = score[chosen[i]] / sum * scale;
+}
+
+// Sorts the pairs (row, i) by expert and cuts each expert's pairs into items of at most `width`. One block of threads;
+// items beyond the last get no rows.
+__global__ void __launch_bounds__(kMostExperts)
+    plan_experts(const int32_t* experts, int pairs, int n_experts, int width, ExpertItem* items, int n_items,
+                 int32_t* order) {
+  __shared__ int count[kMostExperts], start[kMostExperts], item[kMostExperts];
+  const int e = threadIdx.x;
+  count[e] = 0;
+  __syncthreads();
+  for (int p = e; p < pairs; p += kMostExperts) atomicAdd(&count[experts[p]], 1);
+  __syncthreads();
+  start[e] = count[e];
+  item[e] = (count[e] + width - 1) / width;
+  __syncthreads();
+  for (int step = 1; step < kMostExperts; step *= 2) {
+    const int a = e >= step ? start[e - step] : 0, b = e >= step ? item[e - step] : 0;
+    __syncthreads();
+    start[e] += a;
+    item[e] += b;
+    __syncthreads();
+  }
+  const int all = item[kMostExperts - 1];
+  const int n = count[e], first = start[e] - n, at = item[e] - (n + width - 1) / width;
+  for (int i = 0; i * width < n; ++i)
+    items[at + i] = {e, first + i * width, min(width, n - i * width)};
+  for (int i = all + e; i < n_items; i += kMostExperts) items[i] = {0, 0, 0};
+  __syncthreads();
+  start[e] = first;
+  __syncthreads();
+  for (int p = e; p < pairs; p += kMostExperts) order[atomicAdd(&start[experts[p]], 1)] = p;
+}
+
+// y[t] += sum over i, in order, of weight[t][i] * products[t * k + i].
+__global__ void add_experts(const float* products, const float* weights, int k, int64_t dim, float* y,
+                            int64_t stride) {
+  const int64_t d = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, t = blockIdx.y;
+  if (d >= dim) return;
+  float sum = y[t * stride + d];
+  for (int i = 0; i < k; ++i) sum = fmaf(weights[t * k + i], products[(t * k + i) * dim + d], sum);
+  y[t * stride + d] = sum;
+}
+
+// The product of one expert matrix per pair.
+void expert_linear(Context& context, const CudaWeight& w, int64_t rows, Tensor x, LinearArgs args) {
+  const Segment& s = w.segments.front();
+  args.rows = args.rank = rows;
+  args.cols = w.cols();
+  args.T = x.n;
+  if (s.stride) {
+    require(x.dim % 8 == 0 && x.stride % 4 == 0, "experts of float types have a multiple of 8 columns");
+    linear_floats(context.device, s, x.data, x.stride, args);
+  } else {
+    linear_blocks(context.device, s.type, s.planes, context.quantized(x, nullptr, 0), args);
+  }
+}
+
+}  // namespace
+
+Routing route(Context& context, Tensor logits, const Weight* bias, const Weight* table, std::span<const int32_t> ids,
+              int64_t k, float scale) {
+  require(k > 0 && k <= logits.dim && logits.dim <= kMostExperts, "route shapes");
+  Routing out{context.integers(logits.n * k), context.scratch(logits.n, k).data, logits.n, k};
+  if (logits.n == 0) return out;
+  const int32_t *from = nullptr, *device_ids = nullptr;
+  if (table) {
+    const CudaWeight& t = on_device(*table);
+    require(t.table() && t.cols() == k && static_cast<int64_t>(ids.size()) == logits.n, "route table shape");
+    for (const int32_t id : ids) require(id >= 0 && id < t.rows(), "token id outside the routing table");
+    from = t.table();
+    device_ids = context.inputs.upload(ids);
+  }
+  route_kernel<<<static_cast<unsigned>(logits.n), 256, static_cast<size_t>(2 * logits.dim) * sizeof(float),
+                 context.device.stream()>>>(
+      logits.data, logits.stride, static_cast<int>(logits.dim),
+      bias ? vector_of(*bias, logits.dim, "route bias shape") : nullptr, from, device_ids, static_cast<int>(k), scale,
+      out.experts, out.weights);
+  DS4_CUDA(cudaGetLastError());
+  return out;
+}
+
+void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down, Tensor x, const Routing& routing,
+             float limit, Tensor y) {
+  const int64_t ff = down.cols(), width = y.dim, n_experts = down.rows() / width, pairs = x.n * routing.k;
+  require(x.n == routing.n && y.n == x.n && gate_up.cols() == x.dim && gate_up.rows() == n_experts * 2 * ff &&
+              gate_up.interleaved && n_experts <= kMostExperts && down.segments.size() == 1,
+          "moe shapes");
+  if (pairs == 0) return;
+  // The more rows, the more of them an expert sees; results do not depend on the width.
+  const int at_once = x.n == 1 ? 1 : x.n <= 16 ? 2 : x.n <= 64 ? 4 : 8;
+  const int64_t n_items = std::min(pairs, pairs / at_once + n_experts);
+  auto* items = context.workspace.get<ExpertItem>(Workspace::Plan, n_items + (pairs + 2) / 3);
+  auto* order = reinterpret_cast<int32_t*>(items + n_items);
+  plan_experts<<<1, kMostExperts, 0, context.device.stream()>>>(
+      routing.experts, static_cast<int>(pairs), static_cast<int>(n_experts), at_once, items,
+      static_cast<int>(n_items), order);
+  DS4_CUDA(cudaGetLastError());
+
+  LinearArgs args;
+  args.items = items;
+  args.order = order;
+  args.n_items = n_items;
+  args.width = at_once;
+  args.per_row = static_cast<int32_t>(routing.k);
+  args.epilogue = Epilogue::Clamped;
+  args.limit = limit;
+  const Tensor hidden(context.workspace.get<float>(Workspace::Hidden, pairs * ff), pairs, ff);
+  args.y = hidden.data;
+  args.y_stride = ff;
+  expert_linear(context, gate_up, 2 * ff, x, args);
+
+  const Tensor products(context.workspace.get<float>(Workspace::Products, pairs * width), pairs, width);
+  args.per_row = 1;
+  args.epilogue = Epilogue::Store;
+  args.y = products.data;
+  args.y_stride = width;
+  expert_linear(context, down, width, hidden, args);
+  add_experts<<<dim3(static_cast<unsigned>((width + 127) / 128), static_cast<unsigned>(x.n)), 128, 0,
+                context.device.stream()>>>(products.data, routing.weights, static_cast<int>(routing.k), width, y.data,
+                                           y.stride);
+  DS4_CUDA(cudaGetLastError());
+}
+
+}  // namespace ds4::cuda

@@ -1,0 +1,78 @@
+// Weights in device memory: block formats in planes (formats.h), float types as rows.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "cuda/formats.h"
+#include "cuda/memory.h"
+
+namespace ds4::cuda {
+
+// Consecutive rows of one type.
+struct Segment {
+  DType type = DType::F32;
+  int64_t first_row = 0;
+  int64_t rows = 0;
+  int64_t stride = 0;  // float types: elements from row to row, a multiple of 8, zero behind the columns
+  DeviceBuffer memory;
+  Planes planes{};
+};
+
+class Uploader;
+
+class CudaWeight final : public Weight {
+ public:
+  CudaWeight(int64_t rows, int64_t cols) : Weight(rows, cols) {}
+  size_t resident_bytes() const override;
+
+  // A row or column as f32; null for matrices.
+  const float* vector() const { return vector_.as<float>(); }
+  // The whole matrix as f32 [rows][cols], made at the first use: for small matrices only.
+  const float* dense(const Device& device) const;
+  const int32_t* table() const { return table_.as<int32_t>(); }
+
+  std::vector<Segment> segments;
+  // SwiGLU: rows 2r and 2r + 1 are gate r and up r. Otherwise gates stand before ups.
+  bool interleaved = false;
+  int64_t groups = 1;
+
+ private:
+  friend class Uploader;
+  DeviceBuffer vector_, table_;
+  mutable DeviceBuffer dense_;
+};
+
+const CudaWeight& on_device(const Weight& w);
+const float* vector_of(const Weight& w, int64_t n, const char* what);
+
+// Streams matrices from the mapped file through page-locked memory: while one piece is repacked on the device the
+// next one is read.
+class Uploader {
+ public:
+  Uploader(const Device& device, bool synthetic);
+  // Parts stacked along rows. `interleave`: parts come in pairs of one shape and type, row r of a pair's first part
+  // becomes row 2r of the pair, row r of the second 2r + 1.
+  std::unique_ptr<CudaWeight> load(std::span<const MatrixView> parts, bool interleave);
+  std::unique_ptr<CudaWeight> load_table(const MatrixView& view);
+
+ private:
+  struct Lane {
+    PinnedBuffer host;
+    DeviceBuffer device;
+    std::unique_ptr<Event> done;
+  };
+  void fill(const MatrixView& part, const Segment& to, int64_t first, int64_t step);
+  const Device& device_;
+  bool synthetic_;
+  DeviceBuffer grid_;
+  uint64_t seed_ = 1;
+  Lane lanes_[2];
+  int next_ = 0;
+};
+
+// out[i] = row ids[i] of w as f32, columns [0, cols).
+void launch_rows(const Device& device, const CudaWeight& w, const int32_t* ids, int64_t n, float* out,
+                 int64_t out_stride);
+
+}  // namespace ds4::cuda

@@ -1,0 +1,359 @@
+// Each operation of ops_latent.h on the GPU against the reference.
+#include <algorithm>
+
+#include "common.h"
+#include "reference/reference.h"
+
+namespace ds4::gpu {
+namespace {
+
+struct Pair {
+  Ops& cuda;
+  Ops& ref;
+  void reset() const {
+    cuda.reset_scratch();
+    ref.reset_scratch();
+  }
+};
+
+struct Loaded {
+  std::vector<std::byte> bytes;
+  std::unique_ptr<Weight> cuda, ref;
+};
+
+Loaded load(const Pair& p, std::vector<std::byte> bytes, int64_t rows, int64_t cols, DType type) {
+  Loaded l{std::move(bytes), nullptr, nullptr};
+  const MatrixView view{l.bytes.data(), rows, cols, type};
+  l.cuda = p.cuda.load({&view, 1}, WeightUse::Linear);
+  l.ref = p.ref.load({&view, 1}, WeightUse::Linear);
+  return l;
+}
+
+std::vector<int32_t> integers(Ops& ops, const int32_t* data, int64_t n) {
+  std::vector<float> bits(static_cast<size_t>(n));
+  // Scratch holds 32-bit words; copied without being looked at.
+  ops.to_host(Tensor(reinterpret_cast<float*>(const_cast<int32_t*>(data)), 1, n), bits.data());
+  std::vector<int32_t> out(static_cast<size_t>(n));
+  std::memcpy(out.data(), bits.data(), out.size() * 4);
+  return out;
+}
+
+void check_hyper(const Pair& p, Results& r, Random& random) {
+  for (const int64_t n : {4, 2}) {
+    for (const DType type : {DType::F16, DType::F32, DType::BF16, DType::Q8_0}) {
+      p.reset();
+      const int64_t width = 384, T = 7, rows = 2 * n + n * n;
+      const std::string what = "hc of " + std::to_string(n) + " streams, " + dtype_name(type);
+      const Loaded fn = load(p, random.matrix(type, rows, n * width, 0.05f), rows, n * width, type);
+      const Loaded base = load(p, random.matrix(DType::F32, 1, rows, 1.0f), 1, rows, DType::F32);
+      const Loaded scale = load(p, random.matrix(DType::F32, 1, 3, 1.0f), 1, 3, DType::F32);
+      const auto x = random.floats(T * n * width, 2.0f), out = random.floats(T * width);
+      Tensor y = poisoned(p.cuda, T, width), mix = poisoned(p.cuda, T, n + n * n), s = upload(p.cuda, x, T, n * width);
+      Tensor yr = poisoned(p.ref, T, width), mr = poisoned(p.ref, T, n + n * n), sr = upload(p.ref, x, T, n * width);
+      p.cuda.latent()->hc_in({fn.cuda.get(), base.cuda.get(), scale.cuda.get(), n}, s, y, mix);
+      p.ref.latent()->hc_in({fn.ref.get(), base.ref.get(), scale.ref.get(), n}, sr, yr, mr);
+      const auto all = download(p.cuda, y);
+      r.close(all, download(p.ref, yr), 3e-6, what + " in");
+      r.close(download(p.cuda, mix), download(p.ref, mr), 5e-6, what + " mix");
+      p.cuda.to_device(download(p.ref, mr).data(), mix);
+      p.cuda.latent()->hc_out(upload(p.cuda, out, T, width), mix, n, s);
+      p.ref.latent()->hc_out(upload(p.ref, out, T, width), mr, n, sr);
+      r.close(download(p.cuda, s), download(p.ref, sr), 1e-6, what + " out");
+      Tensor one = poisoned(p.cuda, T, width), one_mix = poisoned(p.cuda, T, n + n * n);
+      s = upload(p.cuda, x, T, n * width);
+      for (int64_t t = 0; t < T; ++t)
+        p.cuda.latent()->hc_in({fn.cuda.get(), base.cuda.get(), scale.cuda.get(), n}, s.rows(t, 1), one.rows(t, 1),
+                               one_mix.rows(t, 1));
+      r.equal(download(p.cuda, one), all, what + " row by row");
+
+      const Loaded hf = load(p, random.matrix(type, n, n * width, 0.05f), n, n * width, type);
+      const Loaded hb = load(p, random.matrix(DType::F32, 1, n, 1.0f), 1, n, DType::F32);
+      const Loaded hs = load(p, random.matrix(DType::F32, 1, 1, 1.0f), 1, 1, DType::F32);
+      y = poisoned(p.cuda, T, width);
+      p.cuda.latent()->hc_head({hf.cuda.get(), hb.cuda.get(), hs.cuda.get(), n}, s, y);
+      p.ref.latent()->hc_head({hf.ref.get(), hb.ref.get(), hs.ref.get(), n}, upload(p.ref, x, T, n * width), yr);
+      r.close(download(p.cuda, y), download(p.ref, yr), 3e-6, what + " head");
+    }
+  }
+}
+
+void check_heads(const Pair& p, Results& r, Random& random) {
+  p.reset();
+  const int64_t T = 6, heads = 5, dim = 192, rotated = 64;
+  const auto x = random.floats(T * heads * dim, 3.0f);
+  Tensor a = upload(p.cuda, x, T, heads * dim), b = upload(p.ref, x, T, heads * dim);
+  p.cuda.latent()->head_norm(a, heads, 1e-6f);
+  p.ref.latent()->head_norm(b, heads, 1e-6f);
+  r.close(download(p.cuda, a), download(p.ref, b), 1e-6, "head_norm");
+
+  const std::vector<StateSpec> specs = {{.name = "r", .kind = StateKind::Ring, .type = DType::F32, .width = 4,
+                                         .capacity = 4}};
+  const auto s = p.cuda.new_state(specs, 2000000), sr = p.ref.new_state(specs, 2000000);
+  std::vector<RowRef> rows, rows_r;
+  for (const int32_t at : {0, 1, 127, 5000, 262143, 1048575}) {
+    rows.push_back({s.get(), at});
+    rows_r.push_back({sr.get(), at});
+  }
+  std::vector<float> freq;
+  for (int i = 0; i < 32; ++i) freq.push_back(std::pow(160000.0f, -static_cast<float>(i) / 32.0f));
+  Tensor table = poisoned(p.cuda, T, rotated), tr = poisoned(p.ref, T, rotated);
+  p.cuda.latent()->rope_table_f32(rows, freq, table);
+  p.ref.latent()->rope_table_f32(rows_r, freq, tr);
+  r.close(download(p.cuda, table), download(p.ref, tr), 1e-7, "rope_table_f32 up to a million tokens");
+  for (const bool inverse : {false, true}) {
+    p.cuda.latent()->rope_tail(a, table, heads, inverse);
+    p.ref.latent()->rope_tail(b, tr, heads, inverse);
+    r.close(download(p.cuda, a), download(p.ref, b), 1e-6, inverse ? "rope_tail back" : "rope_tail");
+  }
+  for (const auto& [rounding, columns] : {std::pair{RowRounding::Fp8, int64_t{192}}, {RowRounding::HadamardFp4, 128}}) {
+    std::vector<float> v = random.floats(T * heads * columns, 5.0f);
+    for (size_t i = 0; i < v.size(); ++i) v[i] *= std::ldexp(1.0f, static_cast<int>(random.below(24)) - 16);
+    v[0] = 0.0f, v[1] = -0.0f;
+    Tensor u = upload(p.cuda, v, T, heads * columns), ur = upload(p.ref, v, T, heads * columns);
+    p.cuda.latent()->round_rows(u, heads, rounding, 64);
+    p.ref.latent()->round_rows(ur, heads, rounding, 64);
+    r.equal(download(p.cuda, u), download(p.ref, ur), rounding == RowRounding::Fp8 ? "round fp8" : "round fp4");
+  }
+}
+
+// Two sessions through compress, ring_store, select and latent_attention, in steps of `chunk` tokens.
+struct LatentRun {
+  std::vector<float> attended, rows, index;
+  std::vector<int32_t> counts;
+};
+
+LatentRun run_latent(Ops& ops, int64_t ratio, int64_t chunk, int64_t total, RowRounding rounding, uint64_t seed) {
+  Random random(seed);
+  const int64_t dim = 128, heads = 6, window = 16, index_heads = 32, index_dim = 128, k = 8, sessions = 2;
+  const int64_t lanes = ratio == 4 ? 2 : 1, half = lanes * dim;
+  const std::vector<StateSpec> specs = {
+      {.name = "window", .kind = StateKind::Ring, .type = DType::F32, .width = dim, .capacity = window + 24,
+       .need = window},
+      {.name = "open", .kind = StateKind::Ring, .type = DType::F32, .width = 2 * half,
+       .capacity = (ratio == 4 ? 8 : ratio) + 24},
+      {.name = "rows", .type = DType::F32, .width = dim, .ratio = ratio},
+      {.name = "index_open", .kind = StateKind::Ring, .type = DType::F32, .width = 2 * lanes * index_dim,
+       .capacity = (ratio == 4 ? 8 : ratio) + 24},
+      {.name = "index_rows", .type = DType::F32, .width = index_dim, .ratio = ratio}};
+  const auto bias = random.floats(ratio * half), gain = random.floats(dim), sinks = random.floats(heads);
+  const auto index_bias = random.floats(ratio * lanes * index_dim), index_gain = random.floats(index_dim);
+  const auto vector = [&](const std::vector<float>& v, int64_t rows) {
+    const MatrixView view{v.data(), rows, static_cast<int64_t>(v.size()) / rows, DType::F32};
+    return ops.load({&view, 1}, WeightUse::Linear);
+  };
+  const auto wb = vector(bias, ratio), wg = vector(gain, 1), ws = vector(sinks, 1), ib = vector(index_bias, ratio),
+             ig = vector(index_gain, 1);
+  std::vector<float> freq;
+  for (int i = 0; i < 32; ++i) freq.push_back(std::pow(10000.0f, -static_cast<float>(i) / 32.0f));
+  const auto kv = random.floats(sessions * total * dim), kg = random.floats(sessions * total * 2 * half),
+             q = random.floats(sessions * total * heads * dim),
+             ikg = random.floats(sessions * total * 2 * lanes * index_dim),
+             iq = random.floats(sessions * total * index_heads * index_dim),
+             iw = random.floats(sessions * total * index_heads);
+  std::vector<std::unique_ptr<State>> states;
+  for (int s = 0; s < sessions; ++s) states.push_back(ops.new_state(specs, 1000));
+  LatentRun out;
+  out.attended.resize(q.size());
+  out.counts.resize(static_cast<size_t>(sessions * total));
+  LatentOps& l = *ops.latent();
+  for (int64_t at = 0; at < total; at += chunk) {
+    ops.reset_scratch();
+    const int64_t n = std::min(chunk, total - at);
+    std::vector<RowRef> rows;
+    std::vector<size_t> source;
+    for (int64_t s = 0; s < sessions; ++s) {
+      states[static_cast<size_t>(s)]->reserve(at + n);
+      for (int64_t i = 0; i < n; ++i) {
+        rows.push_back({states[static_cast<size_t>(s)].get(), static_cast<int32_t>(at + i)});
+        source.push_back(static_cast<size_t>(s * total + at + i));
+      }
+    }
+    const auto T = static_cast<int64_t>(rows.size());
+    const auto take = [&](const std::vector<float>& from, int64_t width) {
+      std::vector<float> v;
+      for (const size_t i : source)
+        v.insert(v.end(), from.begin() + static_cast<ptrdiff_t>(i * static_cast<size_t>(width)),
+                 from.begin() + static_cast<ptrdiff_t>((i + 1) * static_cast<size_t>(width)));
+      return upload(ops, v, T, width);
+    };
+    const Tensor tkv = take(kv, dim), y = poisoned(ops, T, heads * dim);
+    l.compress(take(kg, 2 * half), rows,
+               {.ring = 1, .rows = 2, .bias = wb.get(), .gain = wg.get(), .freq = freq, .ratio = ratio, .dim = dim,
+                .rounding = rounding});
+    l.compress(take(ikg, 2 * lanes * index_dim), rows,
+               {.ring = 3, .rows = 4, .bias = ib.get(), .gain = ig.get(), .freq = freq, .ratio = ratio,
+                .dim = index_dim,
+                .rounding = rounding == RowRounding::None ? RowRounding::None : RowRounding::HadamardFp4});
+    Selection selection;
+    if (ratio == 4)
+      selection = l.select(take(iq, index_heads * index_dim), take(iw, index_heads), rows, 4, ratio, index_heads, k);
+    l.latent_attention(take(q, heads * dim), tkv, rows,
+                       {.window_ring = 0, .window = window, .compressed = true, .rows = 2, .ratio = ratio,
+                        .sinks = ws.get(), .heads = heads, .head_dim = dim, .scale = 0.1f},
+                       ratio == 4 ? &selection : nullptr, y);
+    l.ring_store(tkv, rows, 0);
+    const auto got = download(ops, y);
+    std::vector<int32_t> counts(static_cast<size_t>(T), -1);
+    if (ratio == 4) counts = integers(ops, selection.counts, T);
+    for (size_t i = 0; i < source.size(); ++i) {
+      std::copy_n(got.begin() + static_cast<ptrdiff_t>(i) * heads * dim, heads * dim,
+                  out.attended.begin() + static_cast<ptrdiff_t>(source[i]) * heads * dim);
+      out.counts[source[i]] = counts[i];
+    }
+  }
+  const auto rows_of = [&](size_t index, int64_t width) {
+    std::vector<float> v(static_cast<size_t>(total / ratio * width));
+    states[1]->export_rows(index, 0, total / ratio, std::as_writable_bytes(std::span(v)));
+    return v;
+  };
+  out.rows = rows_of(2, dim);
+  out.index = rows_of(4, index_dim);
+  return out;
+}
+
+void check_attention(const Pair& p, Results& r, uint64_t seed) {
+  for (const int64_t ratio : {4, 128})
+    for (const RowRounding rounding : {RowRounding::None, RowRounding::Fp8}) {
+      const int64_t total = 300;
+      const std::string what = "latent, ratio " + std::to_string(ratio) +
+                               (rounding == RowRounding::None ? "" : ", rounded");
+      const LatentRun ref = run_latent(p.ref, ratio, 300, total, rounding, seed);
+      const LatentRun all = run_latent(p.cuda, ratio, 300, total, rounding, seed);
+      // A rounding step apart is a changed code here and there.
+      const double most = rounding == RowRounding::None ? 2e-6 : 1e-2;
+      r.close(all.rows, ref.rows, most, what + " rows");
+      r.close(all.index, ref.index, most, what + " index rows");
+      r.expect(all.counts == ref.counts, what + " counts");
+      r.close(all.attended, ref.attended, rounding == RowRounding::None ? 1e-5 : 5e-2, what + " attention");
+      for (const int64_t chunk : {1, 7, 64, 131}) {
+        const LatentRun cut = run_latent(p.cuda, ratio, chunk, total, rounding, seed);
+        const std::string chunks = " in chunks of " + std::to_string(chunk);
+        r.equal(cut.rows, all.rows, what + " rows" + chunks);
+        r.equal(cut.attended, all.attended, what + " attention" + chunks);
+      }
+    }
+}
+
+void check_select(const Pair& p, Results& r, Random& random) {
+  // Many rows, with ties: the same set as a stable sort of the reference's scores.
+  p.reset();
+  const int64_t ratio = 4, heads = 64, dim = 128, n_rows = 3000, k = 512;
+  const std::vector<StateSpec> specs = {{.name = "index", .type = DType::F32, .width = dim, .ratio = ratio}};
+  const auto s = p.cuda.new_state(specs, n_rows * ratio + 64), sr = p.ref.new_state(specs, n_rows * ratio + 64);
+  // Small whole numbers: scores are exact in f32 and often equal.
+  std::vector<float> keys(static_cast<size_t>(n_rows * dim));
+  for (float& v : keys) v = static_cast<float>(random.below(3) - 1);
+  s->reserve(n_rows * ratio);
+  sr->reserve(n_rows * ratio);
+  s->import_rows(0, 0, n_rows, std::as_bytes(std::span(keys)));
+  sr->import_rows(0, 0, n_rows, std::as_bytes(std::span(keys)));
+  std::vector<RowRef> rows, rows_r;
+  for (const int32_t at : {100, 2047, 2051, 2055, 8000, 11999}) {
+    rows.push_back({s.get(), at});
+    rows_r.push_back({sr.get(), at});
+  }
+  const auto T = static_cast<int64_t>(rows.size());
+  std::vector<float> q(static_cast<size_t>(T * heads * dim)), w(static_cast<size_t>(T * heads));
+  for (float& v : q) v = static_cast<float>(random.below(3) - 1);
+  for (float& v : w) v = static_cast<float>(random.below(5) - 2);
+  const Selection a = p.cuda.latent()->select(upload(p.cuda, q, T, heads * dim), upload(p.cuda, w, T, heads), rows, 0,
+                                              ratio, heads, k);
+  const Selection b = p.ref.latent()->select(upload(p.ref, q, T, heads * dim), upload(p.ref, w, T, heads), rows_r, 0,
+                                             ratio, heads, k);
+  const auto ca = integers(p.cuda, a.counts, T), ia = integers(p.cuda, a.ids, T * k);
+  for (int64_t t = 0; t < T; ++t) {
+    r.expect(ca[static_cast<size_t>(t)] == b.counts[t], "select count of row " + std::to_string(t));
+    if (b.counts[t] < 0) continue;
+    r.expect(std::equal(b.ids + t * k, b.ids + (t + 1) * k, ia.begin() + t * k), "select ids of row " +
+                                                                                     std::to_string(t));
+  }
+}
+
+void check_experts(const Pair& p, Results& r, Random& random) {
+  const int64_t E = 24, k = 3, H = 512, F = 256, vocab = 50;
+  const DType types[][2] = {{DType::F32, DType::F32},      {DType::F16, DType::BF16},  {DType::IQ2_XXS, DType::Q2_K},
+                            {DType::Q4_K, DType::Q4_K},    {DType::MXFP4, DType::MXFP4}, {DType::Q8_0, DType::Q6_K},
+                            {DType::Q5_K, DType::Q3_K},    {DType::Q4_0, DType::Q4_1}};
+  std::vector<int32_t> table(static_cast<size_t>(vocab * k));
+  for (int64_t i = 0; i < vocab; ++i)
+    for (int64_t j = 0; j < k; ++j)
+      table[static_cast<size_t>(i * k + j)] = static_cast<int32_t>((i * 7 + j * 5) % E);
+  const MatrixView tv{table.data(), vocab, k, DType::I32};
+  const auto tc = p.cuda.latent()->load_table(tv), tr = p.ref.latent()->load_table(tv);
+  const Loaded bias = load(p, random.matrix(DType::F32, 1, E, 0.3f), 1, E, DType::F32);
+  for (const auto& [gate_type, down_type] : types) {
+    p.reset();
+    std::vector<std::vector<std::byte>> bytes;
+    std::vector<MatrixView> gate_up, down;
+    for (int64_t e = 0; e < E; ++e) {
+      for (int i = 0; i < 2; ++i) {
+        bytes.push_back(random.matrix(gate_type, F, H, 0.05f));
+        gate_up.push_back({bytes.back().data(), F, H, gate_type});
+      }
+      bytes.push_back(random.matrix(down_type, H, F, 0.05f));
+      down.push_back({bytes.back().data(), H, F, down_type});
+    }
+    const auto gc = p.cuda.latent()->load_experts(gate_up, E, WeightUse::SwiGLU),
+               gr = p.ref.latent()->load_experts(gate_up, E, WeightUse::SwiGLU),
+               dc = p.cuda.latent()->load_experts(down, E, WeightUse::Linear),
+               dr = p.ref.latent()->load_experts(down, E, WeightUse::Linear);
+    const std::string what = std::string("moe ") + dtype_name(gate_type) + "/" + dtype_name(down_type);
+    const int64_t T = 150;
+    const auto x = random.floats(T * H), logits = random.floats(T * E, 4.0f), start = random.floats(T * H, 0.01f);
+    std::vector<int32_t> ids;
+    for (int64_t t = 0; t < T; ++t) ids.push_back(static_cast<int32_t>(random.below(vocab)));
+    for (const bool hashed : {false, true}) {
+      const Routing a = p.cuda.latent()->route(upload(p.cuda, logits, T, E), bias.cuda.get(), hashed ? tc.get() : nullptr,
+                                               ids, k, 1.5f);
+      const Routing b = p.ref.latent()->route(upload(p.ref, logits, T, E), bias.ref.get(), hashed ? tr.get() : nullptr,
+                                              ids, k, 1.5f);
+      r.expect(integers(p.cuda, a.experts, T * k) == std::vector<int32_t>(b.experts, b.experts + T * k),
+               what + " route experts");
+      r.close(download(p.cuda, Tensor(a.weights, T, k)), std::vector<float>(b.weights, b.weights + T * k), 1e-6,
+              what + " route weights");
+      const Tensor in = upload(p.cuda, x, T, H);
+      Tensor y = upload(p.cuda, start, T, H), yr = upload(p.ref, start, T, H);
+      p.cuda.latent()->moe(*gc, *dc, in, a, 0.5f, y);
+      p.ref.latent()->moe(*gr, *dr, upload(p.ref, x, T, H), b, 0.5f, yr);
+      const auto all = download(p.cuda, y);
+      r.close(all, download(p.ref, yr), gate_type == DType::F32 || gate_type == DType::F16 ? 3e-6 : 2e-2, what);
+      for (const int64_t group : {1, 4, 16, 60}) {
+        Tensor z = upload(p.cuda, start, T, H);
+        for (int64_t t = 0; t < T; t += group) {
+          const int64_t n = std::min(group, T - t);
+          const Routing part{a.experts + t * k, a.weights + t * k, n, k};
+          p.cuda.latent()->moe(*gc, *dc, in.rows(t, n), part, 0.5f, z.rows(t, n));
+        }
+        r.equal(download(p.cuda, z), all, what + " in groups of " + std::to_string(group));
+      }
+    }
+  }
+  for (const DType type : {DType::Q8_0, DType::F16}) {
+    p.reset();
+    const int64_t groups = 4, rank = 36, in = 256, T = 11;
+    const auto bytes = random.matrix(type, groups * rank, in, 0.05f);
+    const MatrixView view{bytes.data(), groups * rank, in, type};
+    const auto w = p.cuda.latent()->load_grouped(view, groups), wr = p.ref.latent()->load_grouped(view, groups);
+    const auto x = random.floats(T * groups * in);
+    Tensor y = poisoned(p.cuda, T, groups * rank), yr = poisoned(p.ref, T, groups * rank);
+    p.cuda.latent()->grouped_linear(*w, upload(p.cuda, x, T, groups * in), groups, y);
+    p.ref.latent()->grouped_linear(*wr, upload(p.ref, x, T, groups * in), groups, yr);
+    r.close(download(p.cuda, y), download(p.ref, yr), type == DType::F16 ? 3e-6 : 1e-2,
+            std::string("grouped linear ") + dtype_name(type));
+  }
+}
+
+}  // namespace
+
+void check_latent(Ops& cuda, Results& results, uint64_t seed) {
+  const auto ref = make_reference_ops();
+  const Pair p{cuda, *ref};
+  Random random(seed + 1);
+  check_hyper(p, results, random);
+  check_heads(p, results, random);
+  check_select(p, results, random);
+  check_attention(p, results, seed + 2);
+  check_experts(p, results, random);
+}
+
+}  // namespace ds4::gpu
