@@ -94,8 +94,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int h = 0; h < kHeads; ++h)
-      if (h < heads)
-        p.sums[((static_cast<int64_t>(t) * q_heads + first + h) * p.chunks + chunk) * dim + d] = sum[h];
+      if (h < heads) p.sums[((static_cast<int64_t>(t) * q_heads + first + h) * p.chunks + chunk) * dim + d] = sum[h];
   }
 }
 

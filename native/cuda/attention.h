@@ -1,6 +1,6 @@
 // What attention kernels share: a row's visible positions are cut into chunks of 64 by their place in the list, each
-// chunk gives a maximum, a sum of exponentials and a weighted sum, and the chunks are added up in order. The cut depends
-// on the row's own position only.
+// chunk gives a maximum, a sum of exponentials and a weighted sum, and the chunks are added up in order. The cut
+// depends on the row's own position only.
 #pragma once
 
 #include "cuda/memory.h"
@@ -10,7 +10,8 @@ namespace ds4::cuda {
 
 constexpr int kChunk = 64;
 
-// Partial results of `lists` = rows * heads softmaxes: sums [lists][chunks][dim], stats [lists][chunks] of (max, total).
+// Partial results of `lists` = rows * heads softmaxes: sums [lists][chunks][dim], stats [lists][chunks] of (max,
+// total).
 struct Partials {
   float* sums;
   float2* stats;

@@ -12,7 +12,10 @@ namespace ds4::cuda {
 class Context {
  public:
   Context(int device, bool synthetic)
-      : device(device), arena(this->device), workspace(this->device), inputs(this->device),
+      : device(device),
+        arena(this->device),
+        workspace(this->device),
+        inputs(this->device),
         uploader(this->device, synthetic) {}
 
   Tensor scratch(int64_t n, int64_t dim) {

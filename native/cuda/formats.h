@@ -42,26 +42,39 @@ struct BlockLayout {
   static constexpr int kQ = Q, kH = H, kS = S, kD = D, kZero = Zero;
 };
 //                                                      q   h  s  d   halves min zero
-template <> struct Layout<DType::Q8_0> : BlockLayout<32, 0, 2, 0, false, false, 0> {};
-template <> struct Layout<DType::Q4_0> : BlockLayout<16, 0, 2, 0, false, false, 8> {};
-template <> struct Layout<DType::Q4_1> : BlockLayout<16, 0, 4, 0, false, true, 0> {};
-template <> struct Layout<DType::Q5_0> : BlockLayout<16, 4, 2, 0, false, false, 16> {};
-template <> struct Layout<DType::Q5_1> : BlockLayout<16, 4, 4, 0, false, true, 0> {};
-template <> struct Layout<DType::IQ4_NL> : BlockLayout<16, 0, 2, 0, false, false, 0> {};
-template <> struct Layout<DType::MXFP4> : BlockLayout<16, 0, 1, 0, false, false, 0> {};
-template <> struct Layout<DType::Q2_K> : BlockLayout<8, 0, 2, 4, true, true, 0> {};
-template <> struct Layout<DType::Q3_K> : BlockLayout<8, 4, 2, 2, true, false, 4> {};
-template <> struct Layout<DType::Q4_K> : BlockLayout<16, 0, 0, 16, false, true, 0> {};
-template <> struct Layout<DType::Q5_K> : BlockLayout<16, 4, 0, 16, false, true, 0> {};
-template <> struct Layout<DType::Q6_K> : BlockLayout<16, 8, 2, 2, true, false, 32> {};
-template <> struct Layout<DType::IQ2_XXS> : BlockLayout<8, 0, 0, 2, false, false, 0> {};
+template <>
+struct Layout<DType::Q8_0> : BlockLayout<32, 0, 2, 0, false, false, 0> {};
+template <>
+struct Layout<DType::Q4_0> : BlockLayout<16, 0, 2, 0, false, false, 8> {};
+template <>
+struct Layout<DType::Q4_1> : BlockLayout<16, 0, 4, 0, false, true, 0> {};
+template <>
+struct Layout<DType::Q5_0> : BlockLayout<16, 4, 2, 0, false, false, 16> {};
+template <>
+struct Layout<DType::Q5_1> : BlockLayout<16, 4, 4, 0, false, true, 0> {};
+template <>
+struct Layout<DType::IQ4_NL> : BlockLayout<16, 0, 2, 0, false, false, 0> {};
+template <>
+struct Layout<DType::MXFP4> : BlockLayout<16, 0, 1, 0, false, false, 0> {};
+template <>
+struct Layout<DType::Q2_K> : BlockLayout<8, 0, 2, 4, true, true, 0> {};
+template <>
+struct Layout<DType::Q3_K> : BlockLayout<8, 4, 2, 2, true, false, 4> {};
+template <>
+struct Layout<DType::Q4_K> : BlockLayout<16, 0, 0, 16, false, true, 0> {};
+template <>
+struct Layout<DType::Q5_K> : BlockLayout<16, 4, 0, 16, false, true, 0> {};
+template <>
+struct Layout<DType::Q6_K> : BlockLayout<16, 8, 2, 2, true, false, 32> {};
+template <>
+struct Layout<DType::IQ2_XXS> : BlockLayout<8, 0, 0, 2, false, false, 0> {};
 
 // Calls f(std::integral_constant<DType, type>) for a block format, returns false for any other type.
 template <class F>
 bool with_block_format(DType type, F&& f) {
   switch (type) {
-#define DS4_FORMAT(name) \
-  case DType::name:      \
+#define DS4_FORMAT(name)                             \
+  case DType::name:                                  \
     f(std::integral_constant<DType, DType::name>{}); \
     return true;
     DS4_FORMAT(Q8_0)

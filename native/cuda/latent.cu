@@ -88,9 +88,8 @@ __device__ void sinkhorn(float* m, int n, int iterations, float eps) {
 }
 
 // y = sum of pre[j] streams[j]; the first block of a row also writes the mix. Bytes: the streams once, y once.
-__global__ void __launch_bounds__(kThreads)
-    hc_in_kernel(HyperArgs a, const float* c, const float* x, int64_t stride, float* y, int64_t y_stride, float* mix,
-                 int64_t mix_stride) {
+__global__ void __launch_bounds__(kThreads) hc_in_kernel(HyperArgs a, const float* c, const float* x, int64_t stride,
+                                                         float* y, int64_t y_stride, float* mix, int64_t mix_stride) {
   __shared__ float pre[kMostStreams];
   __shared__ float m[kMostStreams * kMostStreams];
   const int n = a.streams, rows = mix ? 2 * n + n * n : n;

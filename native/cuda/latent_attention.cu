@@ -57,9 +57,8 @@ __global__ void __launch_bounds__(kThreads)
     if (j < in_window) {
       const int position = row.position + 1 - in_window + j;
       const int first_position = row.position - (first_row + t - row.first);
-      at = position < first_position
-               ? reinterpret_cast<const float*>(ring_row(row, ring, position))
-               : kv + static_cast<int64_t>(row.first + position - first_position) * kv_stride;
+      at = position < first_position ? reinterpret_cast<const float*>(ring_row(row, ring, position))
+                                     : kv + static_cast<int64_t>(row.first + position - first_position) * kv_stride;
     } else {
       const int i = j - in_window;
       const int id = counts && counts[t] >= 0 ? ids[t * ids_stride + i] : i;
@@ -126,8 +125,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int h = 0; h < kHeads; ++h)
       if (h < n_heads)
-        reinterpret_cast<float2*>(p.sums + ((static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk) *
-                                               dim)[d] = sum[h];
+        reinterpret_cast<float2*>(p.sums +
+                                  ((static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk) * dim)[d] = sum[h];
   }
 }
 
@@ -294,14 +293,14 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
     Partials p{memory + 2 * n * a.heads * chunks, reinterpret_cast<float2*>(memory), chunks};
     auto* totals = context.workspace.get<int32_t>(Workspace::Plan, n);
     count_rows<<<static_cast<unsigned>((n + 127) / 128), 128, 0, context.device.stream()>>>(list + first, n, visible,
-                                                                                          totals);
+                                                                                            totals);
     const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>((a.heads + kHeads - 1) / kHeads),
                     static_cast<unsigned>(n));
     attend_latent<<<grid, kThreads, shared, context.device.stream()>>>(
         q.data + first * q.stride, q.stride, kv.data, kv.stride, list + first, static_cast<int32_t>(first), visible,
         ring, compressed, selection ? selection->ids + first * selection->capacity : nullptr,
-        selection ? selection->counts + first : nullptr, selection ? selection->capacity : 0,
-        static_cast<int>(a.heads), static_cast<int>(dim), a.scale, p);
+        selection ? selection->counts + first : nullptr, selection ? selection->capacity : 0, static_cast<int>(a.heads),
+        static_cast<int>(dim), a.scale, p);
     DS4_CUDA(cudaGetLastError());
     combine(context.device, p, totals, sinks, n, a.heads, dim, out.rows(first, n));
   }
@@ -332,9 +331,9 @@ Selection select_rows(Context& context, Tensor q, Tensor weight, std::span<const
                                             weight.stride, list + first, state.place(index_rows),
                                             static_cast<int>(ratio), static_cast<int>(heads), static_cast<int>(dim),
                                             static_cast<int>(k), score, longest);
-    top_k<<<static_cast<unsigned>(n), 1024, 0, context.device.stream()>>>(
-        score, longest, list + first, static_cast<int>(ratio), static_cast<int>(k), out.ids + first * k,
-        out.counts + first);
+    top_k<<<static_cast<unsigned>(n), 1024, 0, context.device.stream()>>>(score, longest, list + first,
+                                                                          static_cast<int>(ratio), static_cast<int>(k),
+                                                                          out.ids + first * k, out.counts + first);
     DS4_CUDA(cudaGetLastError());
   }
   return out;

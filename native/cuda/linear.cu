@@ -63,8 +63,7 @@ __global__ void __launch_bounds__(kNormThreads)
   float squares = 0.0f;
   for (int64_t i = threadIdx.x; i < cols; i += kNormThreads) squares = fmaf(row[i], row[i], squares);
   const float factor = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(cols) + eps);
-  for (int64_t i = threadIdx.x; i < cols; i += kNormThreads)
-    y[blockIdx.x * y_stride + i] = row[i] * factor * gain[i];
+  for (int64_t i = threadIdx.x; i < cols; i += kNormThreads) y[blockIdx.x * y_stride + i] = row[i] * factor * gain[i];
 }
 
 // Eight weights as floats.
@@ -185,7 +184,7 @@ void quantize(const Device& device, Tensor x, const float* gain, float eps, int8
 void rms_norm(const Device& device, Tensor x, const float* gain, float eps, Tensor y) {
   if (x.n == 0) return;
   rms_norm_kernel<<<static_cast<unsigned>(x.n), kNormThreads, 0, device.stream()>>>(x.data, x.stride, x.dim, gain, eps,
-                                                                                   y.data, y.stride);
+                                                                                    y.data, y.stride);
   DS4_CUDA(cudaGetLastError());
 }
 

@@ -132,8 +132,7 @@ __global__ void __launch_bounds__(32 * kWarps) linear_blocks_kernel(Planes w, Ac
         float v;
         if constexpr (L::kHalves) {
           v = fmaf(k.d1, static_cast<float>(i1 - L::kZero * s1), k.d0 * static_cast<float>(i0 - L::kZero * s0));
-          if constexpr (L::kMin)
-            v = fmaf(k.m1, static_cast<float>(s1), fmaf(k.m0, static_cast<float>(s0), v));
+          if constexpr (L::kMin) v = fmaf(k.m1, static_cast<float>(s1), fmaf(k.m0, static_cast<float>(s0), v));
         } else {
           v = k.d0 * static_cast<float>(i0 + i1 - L::kZero * (s0 + s1));
           if constexpr (L::kMin) v = fmaf(k.m0, static_cast<float>(s0 + s1), v);

@@ -168,8 +168,8 @@ const void* StepInputs::upload_bytes(const void* data, size_t bytes) {
     used_ = 0;
   }
   std::memcpy(host_.data() + used_, data, bytes);
-  DS4_CUDA(cudaMemcpyAsync(memory_.as() + used_, host_.data() + used_, bytes, cudaMemcpyHostToDevice,
-                           device_.stream()));
+  DS4_CUDA(
+      cudaMemcpyAsync(memory_.as() + used_, host_.data() + used_, bytes, cudaMemcpyHostToDevice, device_.stream()));
   copied_.record(device_.stream());
   entries_.push_back({used_, bytes});
   const void* at = memory_.as() + used_;

@@ -19,10 +19,10 @@ namespace ds4::cuda {
 // Throws std::bad_alloc for exhausted memory, std::runtime_error naming the call and its place for anything else.
 [[noreturn]] void fail(cudaError_t error, const char* what, const char* file, int line);
 
-#define DS4_CUDA(call)                                                                                  \
-  do {                                                                                                  \
-    if (const cudaError_t ds4_error = (call); ds4_error != cudaSuccess)                                 \
-      ::ds4::cuda::fail(ds4_error, #call, __FILE__, __LINE__);                                          \
+#define DS4_CUDA(call)                                                  \
+  do {                                                                  \
+    if (const cudaError_t ds4_error = (call); ds4_error != cudaSuccess) \
+      ::ds4::cuda::fail(ds4_error, #call, __FILE__, __LINE__);          \
   } while (0)
 
 // Throws Invalid.

@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(kMostExperts)
   }
   const int all = item[kMostExperts - 1];
   const int n = count[e], first = start[e] - n, at = item[e] - (n + width - 1) / width;
-  for (int i = 0; i * width < n; ++i)
-    items[at + i] = {e, first + i * width, min(width, n - i * width)};
+  for (int i = 0; i * width < n; ++i) items[at + i] = {e, first + i * width, min(width, n - i * width)};
   for (int i = all + e; i < n_items; i += kMostExperts) items[i] = {0, 0, 0};
   __syncthreads();
   start[e] = first;
@@ -87,8 +86,7 @@ __global__ void __launch_bounds__(kMostExperts)
 }
 
 // y[t] += sum over i, in order, of weight[t][i] * products[t * k + i].
-__global__ void add_experts(const float* products, const float* weights, int k, int64_t dim, float* y,
-                            int64_t stride) {
+__global__ void add_experts(const float* products, const float* weights, int k, int64_t dim, float* y, int64_t stride) {
   const int64_t d = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, t = blockIdx.y;
   if (d >= dim) return;
   float sum = y[t * stride + d];
@@ -126,10 +124,9 @@ Routing route(Context& context, Tensor logits, const Weight* bias, const Weight*
     device_ids = context.inputs.upload(ids);
   }
   route_kernel<<<static_cast<unsigned>(logits.n), 256, static_cast<size_t>(2 * logits.dim) * sizeof(float),
-                 context.device.stream()>>>(
-      logits.data, logits.stride, static_cast<int>(logits.dim),
-      bias ? vector_of(*bias, logits.dim, "route bias shape") : nullptr, from, device_ids, static_cast<int>(k), scale,
-      out.experts, out.weights);
+                 context.device.stream()>>>(logits.data, logits.stride, static_cast<int>(logits.dim),
+                                            bias ? vector_of(*bias, logits.dim, "route bias shape") : nullptr, from,
+                                            device_ids, static_cast<int>(k), scale, out.experts, out.weights);
   DS4_CUDA(cudaGetLastError());
   return out;
 }
@@ -146,9 +143,9 @@ void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down
   const int64_t n_items = std::min(pairs, pairs / at_once + n_experts);
   auto* items = context.workspace.get<ExpertItem>(Workspace::Plan, n_items + (pairs + 2) / 3);
   auto* order = reinterpret_cast<int32_t*>(items + n_items);
-  plan_experts<<<1, kMostExperts, 0, context.device.stream()>>>(
-      routing.experts, static_cast<int>(pairs), static_cast<int>(n_experts), at_once, items,
-      static_cast<int>(n_items), order);
+  plan_experts<<<1, kMostExperts, 0, context.device.stream()>>>(routing.experts, static_cast<int>(pairs),
+                                                                static_cast<int>(n_experts), at_once, items,
+                                                                static_cast<int>(n_items), order);
   DS4_CUDA(cudaGetLastError());
 
   LinearArgs args;

@@ -163,10 +163,10 @@ class CudaOps final : public Ops {
     if (qkv.n == 0) return;
     const DeviceState& state = Context::state(rows.front());
     rope_store_kernel<<<dim3(static_cast<unsigned>(q_heads + 2 * kv_heads), static_cast<unsigned>(qkv.n)), 64, 0,
-                        context_.device.stream()>>>(
-        qkv.data, qkv.stride, table.data, table.stride, pairs, kind == RopeKind::Interleaved, context_.rows(rows),
-        state.place(kv.k), state.place(kv.v), static_cast<int>(q_heads), static_cast<int>(kv_heads),
-        static_cast<int>(head_dim));
+                        context_.device.stream()>>>(qkv.data, qkv.stride, table.data, table.stride, pairs,
+                                                    kind == RopeKind::Interleaved, context_.rows(rows),
+                                                    state.place(kv.k), state.place(kv.v), static_cast<int>(q_heads),
+                                                    static_cast<int>(kv_heads), static_cast<int>(head_dim));
     DS4_CUDA(cudaGetLastError());
   }
 

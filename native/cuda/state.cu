@@ -47,8 +47,8 @@ DeviceState::DeviceState(const Device& device, std::span<const StateSpec> specs,
     g.pages.reserve(pages_for(g.ratio, capacity));
   }
   fixed_ = DeviceBuffer(device, fixed, DeviceBuffer::Pooled);
-  table_ = DeviceBuffer(device, static_cast<size_t>(std::max<int64_t>(1, entries)) * sizeof(char*),
-                        DeviceBuffer::Pooled);
+  table_ =
+      DeviceBuffer(device, static_cast<size_t>(std::max<int64_t>(1, entries)) * sizeof(char*), DeviceBuffer::Pooled);
   if (fixed > 0) DS4_CUDA(cudaMemsetAsync(fixed_.as(), 0, fixed, device.stream()));
 }
 
@@ -92,13 +92,12 @@ void DeviceState::truncate(int64_t tokens) {
     const bool open = tokens / g.ratio % kPageRows != 0;
     if (!open || g.pages.size() != keep || g.pages.back().use_count() == 1) continue;
     auto own = new_page(g);
-    DS4_CUDA(cudaMemcpyAsync(own->as(), g.pages.back()->as(), g.page_bytes, cudaMemcpyDeviceToDevice,
-                             device_.stream()));
+    DS4_CUDA(
+        cudaMemcpyAsync(own->as(), g.pages.back()->as(), g.page_bytes, cudaMemcpyDeviceToDevice, device_.stream()));
     g.pages.back() = std::move(own);
     publish(g, keep - 1);
   }
-  if (tokens == 0 && fixed_.bytes() > 0)
-    DS4_CUDA(cudaMemsetAsync(fixed_.as(), 0, fixed_.bytes(), device_.stream()));
+  if (tokens == 0 && fixed_.bytes() > 0) DS4_CUDA(cudaMemsetAsync(fixed_.as(), 0, fixed_.bytes(), device_.stream()));
 }
 
 void DeviceState::fork_from(const State& other, int64_t tokens) {
@@ -125,8 +124,8 @@ void DeviceState::fork_from(const State& other, int64_t tokens) {
     }
   }
   if (fixed_.bytes() > 0)
-    DS4_CUDA(cudaMemcpyAsync(fixed_.as(), from->fixed_.as(), fixed_.bytes(), cudaMemcpyDeviceToDevice,
-                             device_.stream()));
+    DS4_CUDA(
+        cudaMemcpyAsync(fixed_.as(), from->fixed_.as(), fixed_.bytes(), cudaMemcpyDeviceToDevice, device_.stream()));
   for (size_t i = 0; i < groups_.size(); ++i) {
     groups_[i].pages = std::move(pages[i]);
     publish(groups_[i], 0);
@@ -137,9 +136,8 @@ template <class Copy>
 void DeviceState::pieces(size_t index, int64_t first, int64_t count, size_t bytes, Copy&& copy) const {
   const BufferPlace& p = place(index);
   const StateSpec& s = specs_[index];
-  const int64_t rows = p.group < 0 ? s.capacity
-                                   : static_cast<int64_t>(groups_[static_cast<size_t>(p.group)].pages.size()) *
-                                         kPageRows;
+  const int64_t rows =
+      p.group < 0 ? s.capacity : static_cast<int64_t>(groups_[static_cast<size_t>(p.group)].pages.size()) * kPageRows;
   if (first < 0 || count < 0 || first > rows || count > rows - first)
     throw Invalid("rows " + std::to_string(first) + "+" + std::to_string(count) + " of state buffer " + s.name +
                   ", which holds " + std::to_string(rows));

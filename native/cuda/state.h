@@ -30,11 +30,11 @@ struct DeviceRow {
 
 // Where a buffer stands.
 struct BufferPlace {
-  int64_t offset;     // in a page of its group, or in the fixed memory
+  int64_t offset;  // in a page of its group, or in the fixed memory
   int64_t row_bytes;
-  int64_t capacity;   // fixed buffers: rows
-  int32_t group;      // < 0: fixed
-  int32_t type;       // DType
+  int64_t capacity;  // fixed buffers: rows
+  int32_t group;     // < 0: fixed
+  int32_t type;      // DType
 };
 
 #ifdef __CUDACC__

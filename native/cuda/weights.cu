@@ -42,19 +42,19 @@ __global__ void repack(const uint8_t* file, int64_t rows, Target to, uint8_t* q,
   const int64_t row = index / to.blocks, block = index % to.blocks;
   const int64_t out = (to.first + row * to.step) * to.blocks + block;
   constexpr int super = L::kD > 0 ? 8 : 1;
-  constexpr int bytes = type == DType::Q8_0      ? 34
-                        : type == DType::Q4_0    ? 18
-                        : type == DType::Q4_1    ? 20
-                        : type == DType::Q5_0    ? 22
-                        : type == DType::Q5_1    ? 24
-                        : type == DType::IQ4_NL  ? 18
-                        : type == DType::MXFP4   ? 17
-                        : type == DType::Q2_K    ? 84
-                        : type == DType::Q3_K    ? 110
-                        : type == DType::Q4_K    ? 144
-                        : type == DType::Q5_K    ? 176
-                        : type == DType::Q6_K    ? 210
-                                                 : 66;
+  constexpr int bytes = type == DType::Q8_0     ? 34
+                        : type == DType::Q4_0   ? 18
+                        : type == DType::Q4_1   ? 20
+                        : type == DType::Q5_0   ? 22
+                        : type == DType::Q5_1   ? 24
+                        : type == DType::IQ4_NL ? 18
+                        : type == DType::MXFP4  ? 17
+                        : type == DType::Q2_K   ? 84
+                        : type == DType::Q3_K   ? 110
+                        : type == DType::Q4_K   ? 144
+                        : type == DType::Q5_K   ? 176
+                        : type == DType::Q6_K   ? 210
+                                                : 66;
   const uint8_t* b = file + index / super * bytes;
   const int g = static_cast<int>(index % super);
   uint8_t* qo = q + out * L::kQ;
@@ -156,7 +156,8 @@ template <class T>
 __global__ void random_floats(T* out, int64_t n, uint64_t seed, float scale) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < n)
-    out[i] = static_cast<T>((static_cast<float>(random_word(seed, static_cast<uint64_t>(i))) * 0x1p-31f - 1.0f) * scale);
+    out[i] =
+        static_cast<T>((static_cast<float>(random_word(seed, static_cast<uint64_t>(i))) * 0x1p-31f - 1.0f) * scale);
 }
 
 unsigned blocks_of(int64_t n, int threads = 256) {
@@ -200,8 +201,7 @@ void fill_random(DType type, uint8_t* out, int64_t rows, int64_t cols, uint64_t 
   } else if (type == DType::F16) {
     random_floats<<<blocks_of(n), 256, 0, stream>>>(reinterpret_cast<__half*>(out), n, seed, 1.7f * float(size));
   } else if (type == DType::BF16) {
-    random_floats<<<blocks_of(n), 256, 0, stream>>>(reinterpret_cast<__nv_bfloat16*>(out), n, seed,
-                                                     1.7f * float(size));
+    random_floats<<<blocks_of(n), 256, 0, stream>>>(reinterpret_cast<__nv_bfloat16*>(out), n, seed, 1.7f * float(size));
   } else {
     const int64_t bytes = rows * static_cast<int64_t>(row_bytes(type, cols)), blocks = n / block_elements(type);
     random_bytes<<<blocks_of((bytes + 3) / 4), 256, 0, stream>>>(reinterpret_cast<uint32_t*>(out), (bytes + 3) / 4,

@@ -86,7 +86,8 @@ void bench_ops(Ops& ops, std::FILE* csv) {
       line(csv, name + " " + dtype_name(type), T, us, bytes);
     }
   };
-  for (const DType type : {DType::Q8_0, DType::Q4_K, DType::Q2_K, DType::IQ2_XXS, DType::MXFP4, DType::Q4_0, DType::F16})
+  for (const DType type :
+       {DType::Q8_0, DType::Q4_K, DType::Q2_K, DType::IQ2_XXS, DType::MXFP4, DType::Q4_0, DType::F16})
     linear("linear 32768x4096", type, 32768, 4096, true);
   for (const DType type : {DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q3_K, DType::Q5_K, DType::Q6_K, DType::IQ4_NL,
                            DType::BF16, DType::F32})
@@ -109,13 +110,14 @@ void bench_ops(Ops& ops, std::FILE* csv) {
     for (const int64_t T : {1, 16}) {
       ops.reset_scratch();
       const Tensor x = upload(ops, random.floats(T * H), T, H), y = ops.scratch(T, 2048);
-      line(csv, "shared_gate_up Q8_0", T, time_op(ops, 16, [&](int i) {
-             l.linear_swiglu_clamped(*w[static_cast<size_t>(i) % w.size()], x, 10.0f, y);
-           }), 4096.0 * 4096 * 34 / 32);
+      line(
+          csv, "shared_gate_up Q8_0", T,
+          time_op(ops, 16, [&](int i) { l.linear_swiglu_clamped(*w[static_cast<size_t>(i) % w.size()], x, 10.0f, y); }),
+          4096.0 * 4096 * 34 / 32);
       const Tensor xg = upload(ops, random.floats(T * heads * D), T, heads * D), yg = ops.scratch(T, 8192);
-      line(csv, "output_a grouped Q8_0", T, time_op(ops, 16, [&](int i) {
-             l.grouped_linear(*g[static_cast<size_t>(i) % g.size()], xg, 8, yg);
-           }), 8192.0 * 4096 * 34 / 32);
+      line(csv, "output_a grouped Q8_0", T,
+           time_op(ops, 16, [&](int i) { l.grouped_linear(*g[static_cast<size_t>(i) % g.size()], xg, 8, yg); }),
+           8192.0 * 4096 * 34 / 32);
     }
   }
   {
@@ -135,12 +137,15 @@ void bench_ops(Ops& ops, std::FILE* csv) {
       line(csv, "hc_in", T, time_op(ops, 20, [&](int) { l.hc_in({fn.get(), base.get(), scale.get()}, x, y, mix); }),
            24.0 * 4 * H * 2);
       line(csv, "hc_out", T, time_op(ops, 20, [&](int) { l.hc_out(y, mix, 4, x); }), 9.0 * H * 4 * T);
-      line(csv, "rms_norm", T, time_op(ops, 20, [&](int) { ops.rms_norm(y, {gain.get(), 1e-6f}, y); }), 2.0 * H * 4 * T);
+      line(csv, "rms_norm", T, time_op(ops, 20, [&](int) { ops.rms_norm(y, {gain.get(), 1e-6f}, y); }),
+           2.0 * H * 4 * T);
       line(csv, "head_norm", T, time_op(ops, 20, [&](int) { l.head_norm(q, heads, 1e-6f); }), 2.0 * heads * D * 4 * T);
-      line(csv, "rope_tail", T, time_op(ops, 20, [&](int) { l.rope_tail(q, table, heads, false); }), 2.0 * heads * 64 * 4 * T);
+      line(csv, "rope_tail", T, time_op(ops, 20, [&](int) { l.rope_tail(q, table, heads, false); }),
+           2.0 * heads * 64 * 4 * T);
     }
   }
-  const DType expert_types[][2] = {{DType::IQ2_XXS, DType::Q2_K}, {DType::Q4_K, DType::Q4_K}, {DType::MXFP4, DType::MXFP4}};
+  const DType expert_types[][2] = {
+      {DType::IQ2_XXS, DType::Q2_K}, {DType::Q4_K, DType::Q4_K}, {DType::MXFP4, DType::MXFP4}};
   for (const auto& [gate_type, down_type] : expert_types) {
     const int64_t E = 256, F = 2048;
     std::vector<MatrixView> gate_up(static_cast<size_t>(2 * E), MatrixView{nowhere, F, H, gate_type}),
@@ -184,16 +189,23 @@ void bench_ops(Ops& ops, std::FILE* csv) {
           states.back()->import_rows(2, 0, depth / 4, as_bytes.first(static_cast<size_t>(depth / 4 * 128 * 4)));
           rows.push_back({states.back().get(), static_cast<int32_t>(depth - 1)});
         }
-        const Tensor q = upload(ops, random.floats(T * heads * D), T, heads * D), kv = upload(ops, random.floats(T * D), T, D),
-                     out = ops.scratch(T, heads * D);
+        const Tensor q = upload(ops, random.floats(T * heads * D), T, heads * D),
+                     kv = upload(ops, random.floats(T * D), T, D), out = ops.scratch(T, heads * D);
         const Tensor iq = upload(ops, random.floats(T * heads * 128), T, heads * 128),
                      iw = upload(ops, random.floats(T * heads), T, heads);
         Selection s = l.select(iq, iw, rows, 2, 4, heads, 512);
         const std::string at = " at " + std::to_string(depth);
         line(csv, "select" + at, T, time_op(ops, 8, [&](int) { s = l.select(iq, iw, rows, 2, 4, heads, 512); }),
              static_cast<double>(T * depth / 4 * 128 * 4));
-        const LatentAttention a{.window_ring = 0, .window = 128, .compressed = true, .rows = 1, .ratio = 4,
-                                .sinks = sinks.get(), .heads = heads, .head_dim = D, .scale = 0.05f};
+        const LatentAttention a{.window_ring = 0,
+                                .window = 128,
+                                .compressed = true,
+                                .rows = 1,
+                                .ratio = 4,
+                                .sinks = sinks.get(),
+                                .heads = heads,
+                                .head_dim = D,
+                                .scale = 0.05f};
         line(csv, "latent_attention" + at, T,
              time_op(ops, 8, [&](int) { l.latent_attention(q, kv, rows, a, &s, out); }),
              static_cast<double>(T * (128 + std::min<int64_t>(512, depth / 4)) * D * 4));

@@ -86,8 +86,8 @@ void check_heads(const Pair& p, Results& r, Random& random) {
   p.ref.latent()->head_norm(b, heads, 1e-6f);
   r.close(download(p.cuda, a), download(p.ref, b), 1e-6, "head_norm");
 
-  const std::vector<StateSpec> specs = {{.name = "r", .kind = StateKind::Ring, .type = DType::F32, .width = 4,
-                                         .capacity = 4}};
+  const std::vector<StateSpec> specs = {
+      {.name = "r", .kind = StateKind::Ring, .type = DType::F32, .width = 4, .capacity = 4}};
   const auto s = p.cuda.new_state(specs, 2000000), sr = p.ref.new_state(specs, 2000000);
   std::vector<RowRef> rows, rows_r;
   for (const int32_t at : {0, 1, 127, 5000, 262143, 1048575}) {
@@ -126,15 +126,24 @@ LatentRun run_latent(Ops& ops, int64_t ratio, int64_t chunk, int64_t total, RowR
   Random random(seed);
   const int64_t dim = 128, heads = 6, window = 16, index_heads = 32, index_dim = 128, k = 8, sessions = 2;
   const int64_t lanes = ratio == 4 ? 2 : 1, half = lanes * dim;
-  const std::vector<StateSpec> specs = {
-      {.name = "window", .kind = StateKind::Ring, .type = DType::F32, .width = dim, .capacity = window + 24,
-       .need = window},
-      {.name = "open", .kind = StateKind::Ring, .type = DType::F32, .width = 2 * half,
-       .capacity = (ratio == 4 ? 8 : ratio) + 24},
-      {.name = "rows", .type = DType::F32, .width = dim, .ratio = ratio},
-      {.name = "index_open", .kind = StateKind::Ring, .type = DType::F32, .width = 2 * lanes * index_dim,
-       .capacity = (ratio == 4 ? 8 : ratio) + 24},
-      {.name = "index_rows", .type = DType::F32, .width = index_dim, .ratio = ratio}};
+  const std::vector<StateSpec> specs = {{.name = "window",
+                                         .kind = StateKind::Ring,
+                                         .type = DType::F32,
+                                         .width = dim,
+                                         .capacity = window + 24,
+                                         .need = window},
+                                        {.name = "open",
+                                         .kind = StateKind::Ring,
+                                         .type = DType::F32,
+                                         .width = 2 * half,
+                                         .capacity = (ratio == 4 ? 8 : ratio) + 24},
+                                        {.name = "rows", .type = DType::F32, .width = dim, .ratio = ratio},
+                                        {.name = "index_open",
+                                         .kind = StateKind::Ring,
+                                         .type = DType::F32,
+                                         .width = 2 * lanes * index_dim,
+                                         .capacity = (ratio == 4 ? 8 : ratio) + 24},
+                                        {.name = "index_rows", .type = DType::F32, .width = index_dim, .ratio = ratio}};
   const auto bias = random.floats(ratio * half), gain = random.floats(dim), sinks = random.floats(heads);
   const auto index_bias = random.floats(ratio * lanes * index_dim), index_gain = random.floats(index_dim);
   const auto vector = [&](const std::vector<float>& v, int64_t rows) {
@@ -178,18 +187,36 @@ LatentRun run_latent(Ops& ops, int64_t ratio, int64_t chunk, int64_t total, RowR
     };
     const Tensor tkv = take(kv, dim), y = poisoned(ops, T, heads * dim);
     l.compress(take(kg, 2 * half), rows,
-               {.ring = 1, .rows = 2, .bias = wb.get(), .gain = wg.get(), .freq = freq, .ratio = ratio, .dim = dim,
+               {.ring = 1,
+                .rows = 2,
+                .bias = wb.get(),
+                .gain = wg.get(),
+                .freq = freq,
+                .ratio = ratio,
+                .dim = dim,
                 .rounding = rounding});
     l.compress(take(ikg, 2 * lanes * index_dim), rows,
-               {.ring = 3, .rows = 4, .bias = ib.get(), .gain = ig.get(), .freq = freq, .ratio = ratio,
+               {.ring = 3,
+                .rows = 4,
+                .bias = ib.get(),
+                .gain = ig.get(),
+                .freq = freq,
+                .ratio = ratio,
                 .dim = index_dim,
                 .rounding = rounding == RowRounding::None ? RowRounding::None : RowRounding::HadamardFp4});
     Selection selection;
     if (ratio == 4)
       selection = l.select(take(iq, index_heads * index_dim), take(iw, index_heads), rows, 4, ratio, index_heads, k);
     l.latent_attention(take(q, heads * dim), tkv, rows,
-                       {.window_ring = 0, .window = window, .compressed = true, .rows = 2, .ratio = ratio,
-                        .sinks = ws.get(), .heads = heads, .head_dim = dim, .scale = 0.1f},
+                       {.window_ring = 0,
+                        .window = window,
+                        .compressed = true,
+                        .rows = 2,
+                        .ratio = ratio,
+                        .sinks = ws.get(),
+                        .heads = heads,
+                        .head_dim = dim,
+                        .scale = 0.1f},
                        ratio == 4 ? &selection : nullptr, y);
     l.ring_store(tkv, rows, 0);
     const auto got = download(ops, y);
@@ -215,8 +242,8 @@ void check_attention(const Pair& p, Results& r, uint64_t seed) {
   for (const int64_t ratio : {4, 128})
     for (const RowRounding rounding : {RowRounding::None, RowRounding::Fp8}) {
       const int64_t total = 300;
-      const std::string what = "latent, ratio " + std::to_string(ratio) +
-                               (rounding == RowRounding::None ? "" : ", rounded");
+      const std::string what =
+          "latent, ratio " + std::to_string(ratio) + (rounding == RowRounding::None ? "" : ", rounded");
       const LatentRun ref = run_latent(p.ref, ratio, 300, total, rounding, seed);
       const LatentRun all = run_latent(p.cuda, ratio, 300, total, rounding, seed);
       // A rounding step apart is a changed code here and there.
@@ -256,28 +283,27 @@ void check_select(const Pair& p, Results& r, Random& random) {
   std::vector<float> q(static_cast<size_t>(T * heads * dim)), w(static_cast<size_t>(T * heads));
   for (float& v : q) v = static_cast<float>(random.below(3) - 1);
   for (float& v : w) v = static_cast<float>(random.below(5) - 2);
-  const Selection a = p.cuda.latent()->select(upload(p.cuda, q, T, heads * dim), upload(p.cuda, w, T, heads), rows, 0,
-                                              ratio, heads, k);
-  const Selection b = p.ref.latent()->select(upload(p.ref, q, T, heads * dim), upload(p.ref, w, T, heads), rows_r, 0,
-                                             ratio, heads, k);
+  const Selection a =
+      p.cuda.latent()->select(upload(p.cuda, q, T, heads * dim), upload(p.cuda, w, T, heads), rows, 0, ratio, heads, k);
+  const Selection b =
+      p.ref.latent()->select(upload(p.ref, q, T, heads * dim), upload(p.ref, w, T, heads), rows_r, 0, ratio, heads, k);
   const auto ca = integers(p.cuda, a.counts, T), ia = integers(p.cuda, a.ids, T * k);
   for (int64_t t = 0; t < T; ++t) {
     r.expect(ca[static_cast<size_t>(t)] == b.counts[t], "select count of row " + std::to_string(t));
     if (b.counts[t] < 0) continue;
-    r.expect(std::equal(b.ids + t * k, b.ids + (t + 1) * k, ia.begin() + t * k), "select ids of row " +
-                                                                                     std::to_string(t));
+    r.expect(std::equal(b.ids + t * k, b.ids + (t + 1) * k, ia.begin() + t * k),
+             "select ids of row " + std::to_string(t));
   }
 }
 
 void check_experts(const Pair& p, Results& r, Random& random) {
   const int64_t E = 24, k = 3, H = 512, F = 256, vocab = 50;
-  const DType types[][2] = {{DType::F32, DType::F32},      {DType::F16, DType::BF16},  {DType::IQ2_XXS, DType::Q2_K},
-                            {DType::Q4_K, DType::Q4_K},    {DType::MXFP4, DType::MXFP4}, {DType::Q8_0, DType::Q6_K},
-                            {DType::Q5_K, DType::Q3_K},    {DType::Q4_0, DType::Q4_1}};
+  const DType types[][2] = {{DType::F32, DType::F32},   {DType::F16, DType::BF16},    {DType::IQ2_XXS, DType::Q2_K},
+                            {DType::Q4_K, DType::Q4_K}, {DType::MXFP4, DType::MXFP4}, {DType::Q8_0, DType::Q6_K},
+                            {DType::Q5_K, DType::Q3_K}, {DType::Q4_0, DType::Q4_1}};
   std::vector<int32_t> table(static_cast<size_t>(vocab * k));
   for (int64_t i = 0; i < vocab; ++i)
-    for (int64_t j = 0; j < k; ++j)
-      table[static_cast<size_t>(i * k + j)] = static_cast<int32_t>((i * 7 + j * 5) % E);
+    for (int64_t j = 0; j < k; ++j) table[static_cast<size_t>(i * k + j)] = static_cast<int32_t>((i * 7 + j * 5) % E);
   const MatrixView tv{table.data(), vocab, k, DType::I32};
   const auto tc = p.cuda.latent()->load_table(tv), tr = p.ref.latent()->load_table(tv);
   const Loaded bias = load(p, random.matrix(DType::F32, 1, E, 0.3f), 1, E, DType::F32);
@@ -303,10 +329,10 @@ void check_experts(const Pair& p, Results& r, Random& random) {
     std::vector<int32_t> ids;
     for (int64_t t = 0; t < T; ++t) ids.push_back(static_cast<int32_t>(random.below(vocab)));
     for (const bool hashed : {false, true}) {
-      const Routing a = p.cuda.latent()->route(upload(p.cuda, logits, T, E), bias.cuda.get(), hashed ? tc.get() : nullptr,
-                                               ids, k, 1.5f);
-      const Routing b = p.ref.latent()->route(upload(p.ref, logits, T, E), bias.ref.get(), hashed ? tr.get() : nullptr,
-                                              ids, k, 1.5f);
+      const Routing a = p.cuda.latent()->route(upload(p.cuda, logits, T, E), bias.cuda.get(),
+                                               hashed ? tc.get() : nullptr, ids, k, 1.5f);
+      const Routing b =
+          p.ref.latent()->route(upload(p.ref, logits, T, E), bias.ref.get(), hashed ? tr.get() : nullptr, ids, k, 1.5f);
       r.expect(integers(p.cuda, a.experts, T * k) == std::vector<int32_t>(b.experts, b.experts + T * k),
                what + " route experts");
       r.close(download(p.cuda, Tensor(a.weights, T, k)), std::vector<float>(b.weights, b.weights + T * k), 1e-6,

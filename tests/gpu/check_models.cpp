@@ -22,9 +22,10 @@ std::vector<float> run(Ops& ops, Model& model, State& state, const std::vector<i
       rows.push_back({&state, static_cast<int32_t>(at + i)});
       wanted.push_back(static_cast<int32_t>(i));
     }
-    const Tensor logits = model.forward(
-        {.ids = std::span(ids).subspan(static_cast<size_t>(at), static_cast<size_t>(n)), .rows = rows,
-         .wanted = wanted, .probe = {}});
+    const Tensor logits = model.forward({.ids = std::span(ids).subspan(static_cast<size_t>(at), static_cast<size_t>(n)),
+                                         .rows = rows,
+                                         .wanted = wanted,
+                                         .probe = {}});
     const auto got = download(ops, logits);
     out.insert(out.end(), got.begin(), got.end());
   }
@@ -136,7 +137,8 @@ void check_models(Ops& cuda, Results& r, uint64_t seed) {
   check(cuda, r, random_llama(seed + 1, {DType::Q8_0, DType::Q4_K}), "llama Q8_0/Q4_K", 5e-2, 0.8);
   check(cuda, r, random_deepseek(tiny_deepseek(), seed + 2, {DType::F32, DType::F32, DType::F32, DType::F32}, false),
         "deepseek4 F32, no rounding", 1e-3, 0.98);
-  check(cuda, r, random_deepseek(tiny_deepseek(), seed + 3, {DType::F16, DType::Q8_0, DType::IQ2_XXS, DType::Q2_K}, true),
+  check(cuda, r,
+        random_deepseek(tiny_deepseek(), seed + 3, {DType::F16, DType::Q8_0, DType::IQ2_XXS, DType::Q2_K}, true),
         "deepseek4 Q8_0/IQ2_XXS/Q2_K", 0.5, 0.5);
 }
 

@@ -7,8 +7,8 @@
 namespace ds4::gpu {
 namespace {
 
-constexpr DType kMatrixTypes[] = {DType::F32,  DType::F16,    DType::BF16,  DType::Q8_0, DType::Q4_0, DType::Q4_1,
-                                  DType::Q5_0, DType::Q5_1,   DType::Q2_K,  DType::Q3_K, DType::Q4_K, DType::Q5_K,
+constexpr DType kMatrixTypes[] = {DType::F32,  DType::F16,    DType::BF16,  DType::Q8_0,   DType::Q4_0, DType::Q4_1,
+                                  DType::Q5_0, DType::Q5_1,   DType::Q2_K,  DType::Q3_K,   DType::Q4_K, DType::Q5_K,
                                   DType::Q6_K, DType::IQ4_NL, DType::MXFP4, DType::IQ2_XXS};
 
 bool is_float(DType t) {
@@ -25,8 +25,8 @@ void check_linear(Ops& cuda, Ops& ref, Results& r, Random& random) {
     for (const Shape& s : shapes) {
       cuda.reset_scratch();
       ref.reset_scratch();
-      const std::string what = std::string("linear ") + dtype_name(type) + " " + std::to_string(s.rows) + "x" +
-                               std::to_string(s.cols);
+      const std::string what =
+          std::string("linear ") + dtype_name(type) + " " + std::to_string(s.rows) + "x" + std::to_string(s.cols);
       const auto bytes = random.matrix(type, s.rows, s.cols, 1.0f / std::sqrt(static_cast<float>(s.cols)));
       const MatrixView view{bytes.data(), s.rows, s.cols, type};
       const auto w = cuda.load({&view, 1}, WeightUse::TiedHead), wr = ref.load({&view, 1}, WeightUse::TiedHead);
@@ -113,9 +113,8 @@ void check_attention(Ops& cuda, Ops& ref, Results& r, Random& random) {
                         {4, 4, 128, 64, DType::BF16, RopeKind::Interleaved},
                         {24, 2, 48, 16, DType::F32, RopeKind::Interleaved}};
   for (const Case& c : cases) {
-    const std::vector<StateSpec> specs = {
-        {.name = "k.0", .type = c.type, .heads = c.kv_heads, .width = c.dim},
-        {.name = "v.0", .type = c.type, .heads = c.kv_heads, .width = c.dim}};
+    const std::vector<StateSpec> specs = {{.name = "k.0", .type = c.type, .heads = c.kv_heads, .width = c.dim},
+                                          {.name = "v.0", .type = c.type, .heads = c.kv_heads, .width = c.dim}};
     const std::string what = std::string("attention ") + std::to_string(c.q_heads) + "/" + std::to_string(c.kv_heads) +
                              "x" + std::to_string(c.dim) + " " + dtype_name(c.type);
     std::vector<double> freq;

@@ -21,18 +21,41 @@ std::vector<std::byte> Random::matrix(DType type, int64_t rows, int64_t cols, fl
   int fields = 1;
   float typical = 5;  // of a decoded value for a scale of one
   switch (type) {
-    case DType::Q8_0: typical = 74; break;
-    case DType::IQ4_NL: typical = 64; break;
-    case DType::Q4_1: fields = 2; break;
-    case DType::Q5_0: typical = 10; break;
-    case DType::Q5_1: typical = 15, fields = 2; break;
-    case DType::Q2_K: at = 80, typical = 12, fields = 2; break;
-    case DType::Q3_K: at = 108, typical = 37; break;
-    case DType::Q4_K: typical = 280, fields = 2; break;
-    case DType::Q5_K: typical = 560, fields = 2; break;
-    case DType::Q6_K: at = 208, typical = 1370; break;
-    case DType::IQ2_XXS: typical = 50; break;
-    default: break;
+    case DType::Q8_0:
+      typical = 74;
+      break;
+    case DType::IQ4_NL:
+      typical = 64;
+      break;
+    case DType::Q4_1:
+      fields = 2;
+      break;
+    case DType::Q5_0:
+      typical = 10;
+      break;
+    case DType::Q5_1:
+      typical = 15, fields = 2;
+      break;
+    case DType::Q2_K:
+      at = 80, typical = 12, fields = 2;
+      break;
+    case DType::Q3_K:
+      at = 108, typical = 37;
+      break;
+    case DType::Q4_K:
+      typical = 280, fields = 2;
+      break;
+    case DType::Q5_K:
+      typical = 560, fields = 2;
+      break;
+    case DType::Q6_K:
+      at = 208, typical = 1370;
+      break;
+    case DType::IQ2_XXS:
+      typical = 50;
+      break;
+    default:
+      break;
   }
   for (size_t block = 0; block < out.size(); block += each) {
     if (type == DType::MXFP4) {

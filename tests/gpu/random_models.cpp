@@ -90,15 +90,44 @@ RandomModel random_llama(uint64_t seed, const LlamaTypes& types) {
 }
 
 DeepSeekShape tiny_deepseek() {
-  return {.layers = 5, .width = 256, .vocab = 320, .heads = 4, .head_dim = 128, .rotated = 64, .q_rank = 128,
-          .groups = 2, .rank = 64, .window = 16, .index_heads = 32, .index_dim = 128, .top_k = 8, .experts = 8,
-          .used = 3, .ff = 256, .hash_layers = 3, .ratios = {0, 0, 4, 128, 4}};
+  return {.layers = 5,
+          .width = 256,
+          .vocab = 320,
+          .heads = 4,
+          .head_dim = 128,
+          .rotated = 64,
+          .q_rank = 128,
+          .groups = 2,
+          .rank = 64,
+          .window = 16,
+          .index_heads = 32,
+          .index_dim = 128,
+          .top_k = 8,
+          .experts = 8,
+          .used = 3,
+          .ff = 256,
+          .hash_layers = 3,
+          .ratios = {0, 0, 4, 128, 4}};
 }
 
 DeepSeekShape flash_deepseek(int64_t layers) {
-  DeepSeekShape s{.layers = layers, .width = 4096, .vocab = 129280, .heads = 64, .head_dim = 512, .rotated = 64,
-                  .q_rank = 1024, .groups = 8, .rank = 1024, .window = 128, .index_heads = 64, .index_dim = 128,
-                  .top_k = 512, .experts = 256, .used = 6, .ff = 2048, .hash_layers = std::min<int64_t>(3, layers),
+  DeepSeekShape s{.layers = layers,
+                  .width = 4096,
+                  .vocab = 129280,
+                  .heads = 64,
+                  .head_dim = 512,
+                  .rotated = 64,
+                  .q_rank = 1024,
+                  .groups = 8,
+                  .rank = 1024,
+                  .window = 128,
+                  .index_heads = 64,
+                  .index_dim = 128,
+                  .top_k = 512,
+                  .experts = 256,
+                  .used = 6,
+                  .ff = 2048,
+                  .hash_layers = std::min<int64_t>(3, layers),
                   .ratios = {0, 0}};
   while (static_cast<int64_t>(s.ratios.size()) < layers) s.ratios.push_back(s.ratios.size() % 2 == 0 ? 4 : 128);
   return s;

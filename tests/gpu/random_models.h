@@ -20,9 +20,7 @@ struct RandomModel {
   std::vector<std::shared_ptr<std::vector<std::byte>>> memory;
   DType kv_type = DType::F16;
 
-  std::unique_ptr<Model> make() const {
-    return make_model(family, HyperParams(values), TensorTable(tensors), kv_type);
-  }
+  std::unique_ptr<Model> make() const { return make_model(family, HyperParams(values), TensorTable(tensors), kv_type); }
 };
 
 struct LlamaTypes {
