@@ -11,11 +11,14 @@ not occur, which `_comparable` makes of any conversation.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds4.engine.model_file import open_model_file
 from ds4.prompt.deepseek4 import ABSOLUTE_MAXIMUM, DeepSeek4Renderer
 from ds4.prompt.deepseek41 import DeepSeek41Renderer
 from ds4.prompt.types import Conversation, Message, Tool, ToolCall
@@ -34,21 +37,23 @@ MODELS = [
 
 
 def theirs(conversation: Conversation, encoding: Any) -> tuple[str, list[tuple[int, int]]]:
+    rendered = encoding.render_conversation(_theirs(conversation))
+    return rendered.prompt, list(rendered.special_ranges)
+
+
+def _theirs(conversation: Conversation) -> Any:
     thinking = conversation.effort != "none"
     effort = {"medium": "high", "none": None}.get(conversation.effort, conversation.effort)
     messages = [
         _message(m, thinking, prefix=conversation.continue_final and m is conversation.messages[-1])
         for m in conversation.messages
     ]
-    rendered = encoding.render_conversation(
-        recipe.Conversation(
-            messages,
-            thinking_mode=thinking,
-            tools=[_tool(t) for t in conversation.tools] or None,
-            reasoning_effort=effort,
-        )
+    return recipe.Conversation(
+        messages,
+        thinking_mode=thinking,
+        tools=[_tool(t) for t in conversation.tools] or None,
+        reasoning_effort=effort,
     )
-    return rendered.prompt, list(rendered.special_ranges)
 
 
 def _message(message: Message, thinking: bool, *, prefix: bool) -> Any:
@@ -188,3 +193,17 @@ def test_effort_texts_of_v4_are_one_tier_apart() -> None:
     assert ABSOLUTE_MAXIMUM in DeepSeek4Renderer(official=True).render(conversation).text
     assert ABSOLUTE_MAXIMUM in DeepSeek4Renderer().render(replace(conversation, effort="max")).text
     assert "Effort" not in DeepSeek4Renderer().render(conversation).text
+
+
+def test_token_ids_are_deepseeks_own() -> None:
+    """With a tokenizer at hand the ids are equal too: text is cut at the same places, and no data is a token."""
+    file = Path(os.environ.get("DS4_TEST_MODELS", "")) / "v4-nano/tokenizer.json"
+    if not file.is_file():
+        pytest.skip("DS4_TEST_MODELS names no folder with v4-nano")
+    encoding = recipe.DeepseekV4Encoding().with_tokenizer(recipe.Tokenizer.from_file(str(file)))
+    tokenizer = open_model_file(file.parent).tokenizer()
+    source, renderer = Conversations(SEED + 3, closing=False), DeepSeek4Renderer(official=True)
+    for i in range(300):
+        conversation = source.conversation()
+        ids = tokenizer.encode_segments(renderer.render(conversation).segments)
+        assert ids == encoding.encode(_theirs(conversation)), (SEED + 3, i, conversation)
