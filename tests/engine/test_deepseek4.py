@@ -130,16 +130,23 @@ def feed(engine: Engine, session: Session, tokens: npt.NDArray[np.int32], chunk:
 
 
 def after(engine: Engine, tokens: npt.NDArray[np.int32]) -> Logits:
-    """Logits after the tokens, uninterrupted, in one step."""
-    session = engine.new_session()
-    return feed(engine, session, tokens, len(tokens))
+    """Logits after the tokens, uninterrupted, in one step; computed once."""
+    key = engine.fingerprint, engine.config.backend, tokens.tobytes()
+    if key not in _after:
+        session = engine.new_session()
+        _after[key] = feed(engine, session, tokens, len(tokens))
+        session.close()
+    return _after[key]
+
+
+_after: dict[tuple[str, str, bytes], Logits] = {}
 
 
 def same(a: Logits, b: Logits) -> bool:
     return np.array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 64, 128])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_do_not_matter(engine: Engine, chunk: int) -> None:
     tokens = prompt_of(engine)
     assert same(feed(engine, engine.new_session(), tokens, chunk), after(engine, tokens))
@@ -183,7 +190,7 @@ def test_saved_sessions_continue(engine: Engine, position: int) -> None:
 def test_rewound_sessions_continue(engine: Engine) -> None:
     tokens = prompt_of(engine)
     total = len(tokens)
-    for back in [1, 2, 3, 4, 5, 15, 16, 17, 100, 128] if engine.config.backend == "cpu" else [1, 6, 128]:
+    for back in [1, 2, 3, 4, 16, 17, 100, 128] if engine.config.backend == "cpu" else [1, 6, 128]:
         session = engine.new_session()
         feed(engine, session, tokens, 64)
         assert session.can_rewind(total - back), back
