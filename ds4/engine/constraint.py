@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ds4.engine.tokenizer import Tokenizer
 
 JSON_OPTIONS: Mapping[str, object] = {
-    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}",
+    "whitespace_pattern": r"[\x20\x09]?(\x0D?\x0A[\x20\x09]{0,32})?",
     "coerce_one_of": False,
     "lenient": False,
 }
@@ -47,6 +47,8 @@ _VALUES = frozenset({"const", "enum", "default", "examples", "example"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Members of a schema whose own members are schemas under names that mean nothing."""
 
+_EXACT = 1e6
+"""Exclusive bounds below this magnitude have room for a fraction of a billionth."""
 _REMEMBERED = 256
 _MAX_MESSAGE = 400
 
@@ -221,7 +223,36 @@ def _without_annotations(schema: Any) -> Any:
             cleaned[name] = {key: _without_annotations(item) for key, item in value.items()}
         else:
             cleaned[name] = _without_annotations(value)
+    _open_bounds(cleaned)
     return cleaned
+
+
+_NEAR = 1e-9
+
+
+def _open_bounds(schema: dict[str, Any]) -> None:
+    """Makes exclusive bounds inclusive ones a billionth further in.
+
+    Digits without end behind an exclusive bound are a number that a double, which is what clients read, rounds to the
+    bound itself; and between a bound and a fraction less than one away the library lets the bound through.
+    """
+    inner: dict[str, float] = {}
+    for exclusive, inclusive, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
+        bound = schema.get(exclusive)
+        if (
+            isinstance(bound, int | float)
+            and not isinstance(bound, bool)
+            and abs(bound) < _EXACT
+            and inclusive not in schema
+        ):
+            inner[exclusive] = round(bound + sign * _NEAR * max(1, abs(bound)), 12)
+    low = inner.get("exclusiveMinimum", schema.get("minimum"))
+    high = inner.get("exclusiveMaximum", schema.get("maximum"))
+    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+        return
+    for exclusive, bound in inner.items():
+        del schema[exclusive]
+        schema["minimum" if exclusive == "exclusiveMinimum" else "maximum"] = bound
 
 
 def keyword_path(schema: Any, keywords: Iterable[str]) -> tuple[str | int, ...] | None:

@@ -266,3 +266,35 @@ def test_a_constrained_row_leaves_its_neighbours_alone() -> None:
             assert tokenizer.decode(r.token or 0 for r in results).lstrip().startswith(b"{")
     finally:
         engine.close()
+
+
+INTEGERS = ("0", "-0", "1", "-1", "3", "4", "5", "-3", "-4", "-5", "6", "12")
+FRACTIONS = ("", ".0", ".5", ".25", ".05", ".001", ".75", ".00000000000000000001")
+
+
+@pytest.mark.parametrize("kind", ["number", "integer"])
+@pytest.mark.parametrize(
+    "low", [{}, {"minimum": -4.5}, {"exclusiveMinimum": -5}, {"exclusiveMinimum": 0}, {"minimum": 3}]
+)
+@pytest.mark.parametrize(
+    "high", [{}, {"exclusiveMaximum": -4}, {"maximum": 0.25}, {"exclusiveMaximum": 4.5}, {"exclusiveMaximum": 6}]
+)
+def test_bounds(
+    compiler: Compiler, tokenizer: Tokenizer, kind: str, low: dict[str, float], high: dict[str, float]
+) -> None:
+    """No spelling of a number beyond its bounds gets through, read as the double that clients read."""
+    bounded = {"type": kind, **low, **high}
+    validator = jsonschema.Draft202012Validator(bounded)
+    right = [t for t in (i + f for i in INTEGERS for f in FRACTIONS) if validator.is_valid(json.loads(t))]
+    whole = [t for t in right if t in INTEGERS and t != "-0"]
+    try:
+        compiler.compile(schema(bounded))
+    except GrammarError:
+        assert not whole
+        return
+    for text in (i + f for i in INTEGERS for f in FRACTIONS):
+        matcher = follow(compiler, tokenizer, schema(bounded), text)
+        if matcher is not None and matcher.complete:
+            assert text in right
+        else:
+            assert text not in whole

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from ds4._json import dumps, parse
@@ -131,3 +132,32 @@ def test_thinking(server: RunningServer, cases: dict[str, Any]) -> None:
     answer = server.http.post("/v1/chat/completions", json=body(case, MESSAGES["tool_result"])).json()
     message = answer["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == (reasoning, content)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("name", ["get_weather", "bash", None])
+def test_a_forced_call(server: RunningServer, cases: dict[str, Any], thinking: bool, name: str | None) -> None:
+    """In the model's own syntax, whose tags hold a special token, behind the reasoning; its tail is a live prefix."""
+    request = body(cases["tool_call"], MESSAGES["tool_call"]) | {"enable_thinking": thinking}
+    request["tool_choice"] = {"type": "function", "function": {"name": name}} if name else "required"
+    answer = server.http.post("/v1/chat/completions", json=request).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == (name or "get_weather")
+    declared = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request["tools"]}
+    arguments = json.loads(call["function"]["arguments"])
+    jsonschema.Draft202012Validator(declared[call["function"]["name"]]).validate(arguments)
+    assert bool(choice["message"].get("reasoning_content")) == thinking
+    assert not choice["message"].get("content")
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_structured_answer(server: RunningServer, cases: dict[str, Any], thinking: bool) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    request = body(cases["chat"], MESSAGES["chat"]) | {"enable_thinking": thinking, "max_tokens": 300}
+    request["response_format"] = {"type": "json_schema", "json_schema": {"schema": {**schema, "maxProperties": 1}}}
+    (choice,) = server.http.post("/v1/chat/completions", json=request).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.Draft202012Validator(schema).validate(json.loads(choice["message"]["content"]))
+    assert bool(choice["message"].get("reasoning_content")) == thinking
