@@ -59,7 +59,7 @@ $(SANITIZED)/.built: $(TESTED) $(SOURCES)
 test-sanitize: $(SANITIZED)/.built
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	PYTHONPATH=$(SANITIZED) $(BIN)/pytest -p no:cacheprovider -m "not slow" $(SAN_TESTS)
+	PYTHONPATH=$(SANITIZED) $(BIN)/pytest -p no:cacheprovider -o pythonpath="$(SANITIZED) ." $(SAN_TESTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ds4/*.so ds4/_*.c ds4/_*.cpp
