@@ -394,6 +394,13 @@ def test_tool_search(serve: Serve) -> None:
     assert "<function=tool_search>\n<parameter=q>\nfiles\n" in prompt
 
 
+def test_the_first_declaration_of_a_tool_stands(serve: Serve) -> None:
+    server = serve()
+    again = {"type": "additional_tools", "tools": [{**TOOL, "description": "other"}]}
+    user = {"role": "user", "content": "x"}
+    assert prompt_of(server, [user, again], tools=[TOOL]) == prompt_of(server, [user], tools=[TOOL])
+
+
 def test_hosted_tools_are_left_out_and_noted(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     server = serve()
     caplog.set_level("INFO", "ds4.server")

@@ -104,8 +104,9 @@ class MessagesAnswer:
                 return self._close() + self._block("tool_use", block, "input_json_delta", "partial_json")
             case ToolCallEnd():
                 self._complete += 1
+                # The block stays open until the next one, or the end: the ends of all calls come together.
                 self._call_finished(self._calls[event.index][0], event.raw)
-                return self._close() if event.index == len(self._calls) - 1 else b""
+                return b""
             case Started():
                 return b"" if self._started else self._start(event.cached_tokens)
             case Finish():

@@ -183,7 +183,7 @@ class ResponsesAnswer:
         self._delta = b'event: %b\ndata: {"type":"%b","sequence_number":%%d,%b,"delta":"' % (
             name.encode(),
             name.encode(),
-            rest.replace(b"%", b"%%"),
+            rest,
         )
         return self._event("response.output_item.added", output_index=item.index, item=shown) + self._event(
             added[0], **added[1]

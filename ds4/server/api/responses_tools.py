@@ -98,6 +98,7 @@ class ToolTable:
             unused.append(f"tools.{kind[:40]}")
 
     def _put(self, tool: Tool, form: ToolForm) -> None:
+        # The first declaration stands: what is found later must not change the beginning of the prompt.
         if tool.name not in self._tools:
             self._tools[tool.name] = tool
             self._forms[tool.name] = form
