@@ -49,7 +49,9 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 
 _EXACT = 1e6
 """Exclusive bounds below this magnitude have room for a fraction of a billionth."""
-_REMEMBERED = 256
+_MAX_MULTIPLE = 100_000
+"""A larger `multipleOf` would take minutes to compile: its automaton has a state for each remainder."""
+_REMEMBERED = 64
 _MAX_MESSAGE = 400
 
 
@@ -217,6 +219,8 @@ def _without_annotations(schema: Any) -> Any:
     for name, value in schema.items():
         if name == "x-guidance" or (name == "format" and isinstance(value, str) and value not in FORMATS):
             continue
+        if name == "multipleOf" and isinstance(value, int | float) and value > _MAX_MULTIPLE:
+            raise GrammarError(f"multipleOf is implemented up to {_MAX_MULTIPLE}", frozenset({"multipleOf"}))
         if name in _VALUES:
             cleaned[name] = value
         elif name in _NAMED and isinstance(value, dict):

@@ -143,6 +143,7 @@ def test_equal_grammars_are_compiled_once(compiler: Compiler) -> None:
         (schema({"type": "array", "uniqueItems": True}), {"uniqueItems"}),
         (schema({"oneOf": [{"type": "string"}, {"maxLength": 3}]}), {"oneOf"}),
         (schema({"x-guidance": {"lenient": True}, "not": {}}), {"not"}),
+        (schema({"items": {"type": "integer", "multipleOf": 1000003}}), {"multipleOf"}),
         (schema({"type": "string", "minLength": 5, "maxLength": 2}), set()),
         (schema({"properties": {"a": False}, "required": ["a"], "type": "object"}), set()),
         (schema({"$ref": "http://example.com/schema"}), set()),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,6 +52,8 @@ class Preparer:
         self.n_ctx = engine.config.ctx
         self.vocab_size = engine.tokenizer.vocab_size
         self.compiler = Compiler(engine.tokenizer, engine.info.vocab_size)
+        self.compiling = ThreadPoolExecutor(1, "ds4-grammar")
+        """One grammar at a time: a schema that is made to be slow must not take the cores from the rest."""
         self._tokenizer = engine.tokenizer
         self._max_output_tokens = max_output_tokens
         self._specials_in_text = specials_in_text

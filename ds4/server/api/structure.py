@@ -168,7 +168,9 @@ async def constrain(preparer: Preparer, structure: Structure) -> Constraint | No
     """The constraint of an answer, compiled outside the event loop. Raises RequestError (400) with the path."""
     if not structure.constrains:
         return None
-    return await asyncio.to_thread(_constrain, preparer.compiler, preparer.renderer.syntax, structure)
+    loop = asyncio.get_running_loop()
+    arguments = preparer.compiler, preparer.renderer.syntax, structure
+    return await loop.run_in_executor(preparer.compiling, _constrain, *arguments)
 
 
 def _constrain(compiler: Compiler, syntax: str, structure: Structure) -> Constraint:
