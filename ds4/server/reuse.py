@@ -12,7 +12,8 @@ state must beat the others by its `margin`, or it is not worth the copy.
                     of them is a prefix of its prompt
     memory-token    all live tokens, a prefix of the prompt  grows
     memory-rewind   the common prefix                        is cut, where its family can
-    memory-text     all live tokens: their text is a prefix  grows
+    memory-text     all live tokens, or those of the last    grows, or is cut to the last prompt
+                    prompt: their text is a prefix
     fork            the common prefix with another slot      becomes a copy of that slot's, cut
     disk-text       a checkpoint: its text is a prefix       is loaded (`ds4.server.kvstore`)
     none            nothing                                  is cleared
@@ -56,8 +57,8 @@ class Reuse:
     """`tokens` leading tokens of the prompt that need no evaluation, by tier `kind`; `source` is forked from.
 
     Once settled, `tokens` is always less than the prompt: its last token is evaluated for the logits. `in_place` says
-    that the slot's own state is what is kept. `text_bytes` of the prompt's key are what the kept tokens stand for,
-    None: exactly the prompt's own tokens. `entry` is the checkpoint to load.
+    that the slot's own state is what is kept. `text_bytes` of the prompt's key are what the kept tokens and `tail`
+    stand for, None: exactly the prompt's own tokens. `tail` is evaluated again. `entry` is the checkpoint to load.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Reuse:
     in_place: bool = True
     source: Slot | None = None
     text_bytes: int | None = None
+    tail: tuple[int, ...] = ()
     entry: Entry | None = None
 
 
@@ -81,7 +83,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class LiveText:
-    """The key of what a session held when it had `tokens` tokens. Out of date as soon as it has another number."""
+    """The key of what the first `tokens` tokens of a session stand for."""
 
     key: bytes
     tokens: int
@@ -186,18 +188,33 @@ class MemoryRewind:
 
 
 class MemoryText:
-    """The text of the live tokens is a proper prefix of the prompt's."""
+    """The text of the live tokens, or of the last prompt among them, is a prefix of the prompt's."""
 
     margin = NEAR
 
     def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
-        text = slot.text
-        if text is None or not _begins(slot, text, lookup.query.key):
-            return None
-        return Reuse("memory-text", text.tokens, text_bytes=len(text.key))
+        return _by_text("memory-text", slot, lookup.query.key)
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
-        """The session is there already."""
+        slot.session.rewind(reuse.tokens)
+
+
+def _by_text(kind: str, slot: Slot, key: bytes) -> Reuse | None:
+    """What of the slot's state has a text that `key` begins with.
+
+    The last prompt may also be the whole of `key`, when it is asked again: then its last token is evaluated again.
+    """
+    text, asked, session = slot.text, slot.asked, slot.session
+    if text is not None and _begins(slot, text, key):
+        return Reuse(kind, text.tokens, text_bytes=len(text.key))
+    if asked is None or not 1 < asked.tokens <= session.n_tokens or not key.startswith(asked.key):
+        return None
+    again = len(key) == len(asked.key)
+    kept = asked.tokens - again
+    if not session.can_rewind(kept):
+        return None
+    tail = (int(session.tokens[kept]),) if again else ()
+    return Reuse(kind, kept, text_bytes=len(asked.key), tail=tail)
 
 
 def _begins(slot: Slot, text: LiveText, key: bytes) -> bool:
@@ -218,6 +235,9 @@ class Fork:
             kept = lookup.common(other)
             if kept > (best.tokens if best else 0) and other.session.can_rewind(kept):
                 best = Reuse("fork", kept, in_place=False, source=other)
+            by_text = _by_text("fork", other, lookup.query.key)
+            if by_text is not None and by_text.tokens > (best.tokens if best else 0) + NEAR:
+                best = replace(by_text, in_place=False, source=other)
         return best
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
@@ -308,7 +328,8 @@ def settle(slot: Slot, query: Query, reuse: Reuse, tokenizer: Tokenizer) -> tupl
     if common > 0 and live - common <= NEAR and session.can_rewind(common):
         session.rewind(common)
         return replace(reuse, tokens=common, text_bytes=None), query
-    rest = tokens_of_key(tokenizer, query.key[reuse.text_bytes :])
+    more = tokens_of_key(tokenizer, query.key[reuse.text_bytes :])
+    rest = None if more is None else [*reuse.tail, *more]
     if not rest or live + len(rest) >= session.ctx:
         return None
     prompt = np.concatenate([session.tokens, np.asarray(rest, np.int32)])

@@ -34,7 +34,7 @@ from ds4._core import common_prefix_tokens
 from ds4.engine.types import Row, RowResult
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
 from ds4.server.generation import Generation, Job, Restoring
-from ds4.server.reuse import NOTHING, Fork, Lookup, Reuse, materialise, probe, settle
+from ds4.server.reuse import NOTHING, Fork, LiveText, Lookup, Reuse, materialise, probe, settle
 from ds4.server.slots import Slot, Slots, log_route
 from ds4.server.types import Event, Failed, Finish, GenerationRequest
 
@@ -271,6 +271,8 @@ class Scheduler:
                     over = generation.prefilled(work.end, result, now, events)
                     if work.end == generation.prompt_tokens and generation.completion_tokens:
                         ttft.append(now - (job.request.created or job.submitted))
+                if work.end == generation.prompt_tokens and job.query.key:
+                    generation.slot.asked = LiveText(job.query.key, work.end)
                 if self._checkpoints is not None:
                     self._checkpoints.reached(generation)
             except Exception as error:
@@ -430,14 +432,14 @@ class Scheduler:
             settled = settle(slot, query, reuse, self._engine.tokenizer)
             # What was a checkpoint is not looked for a second time: it cannot be gone on with.
             if settled is None or reuse is NOTHING:
-                slot.text = slot.visible = None  # or it would be chosen again
+                slot.forget()  # or it would be chosen again
                 reuse = materialise(slot, query, probe(slot, Lookup(query, self.slots)))
                 settled = reuse, query
         except Exception as error:
             _clear(slot)
             self._end(generation, self._failure(error), [])
             return
-        slot.text = slot.visible = None
+        slot.forget()
         generation.settle(*settled)
         self._line.append(generation)
 
@@ -450,8 +452,14 @@ class Scheduler:
         reuse = probe(slot, Lookup(job.query, self.slots))
         if _shared_by(plan, job, reuse.tokens + Fork.margin):
             return False
-        forked = reuse.source is not None
-        reuse = materialise(slot, job.query, reuse) if forked else generation.reuse
+        if reuse.source is not None:
+            reuse = materialise(slot, job.query, reuse)
+            settled = settle(slot, job.query, reuse, self._engine.tokenizer)
+            if settled is None:
+                slot.session.clear()
+                settled = NOTHING, job.query
+            generation.settle(*settled)
+        reuse = generation.reuse
         self._outbox.append((job, [generation.start(reuse)]))
         if self._checkpoints is not None:
             self._checkpoints.begin(generation)
@@ -533,7 +541,7 @@ class Scheduler:
             slot.visible = generation.visible() if isinstance(terminal, Finish) else None
         except Exception as error:
             log.error("%s: the live text is not known: %s", generation.job.request.id, error, exc_info=error)
-            slot.text = slot.visible = None
+            slot.forget()
 
     def _end(self, generation: Generation, terminal: Finish | Failed, events: list[Event]) -> None:
         events.append(terminal)
@@ -588,12 +596,17 @@ def _shared_by(plan: Plan, job: Job, tokens: int) -> bool:
 
     Then the job does better to fork it in the next step than to evaluate it again in this one.
     """
-    return any(
-        work.end is not None
-        and work.end > tokens
-        and common_prefix_tokens(work.generation.job.prompt[: work.end].data, job.prompt[:-1].data) > tokens
-        for work in plan.work
-    )
+    for work in plan.work:
+        if work.end is None:
+            continue
+        query = work.generation.job.query
+        if work.generation.reuse.text_bytes is not None and query.key and job.query.key.startswith(query.key):
+            # It goes on with tokens of its own, which this prompt is going to share by their text.
+            if work.generation.prompt_tokens > tokens:
+                return True
+        elif work.end > tokens and common_prefix_tokens(query.prompt[: work.end].data, job.prompt[:-1].data) > tokens:
+            return True
+    return False
 
 
 def _state(slot: Slot, now: float) -> SlotState:

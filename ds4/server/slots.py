@@ -40,7 +40,7 @@ class Slot:
     `prompt_tokens` is the length of the last prompt: what the session holds beyond it was generated. `last_used`
     is on the scheduler's clock. `tokens` is what the session held when its last generation ended: other threads
     read it instead of the session. `text` is the key of what the session held then, `visible` of
-    what the client saw of it. `last_store` is the last
+    what the client saw of it, `asked` of the last prompt once it is evaluated. `last_store` is the last
     frontier that was stored while the conversation grew.
     """
 
@@ -52,11 +52,16 @@ class Slot:
     last_used: float = 0.0
     text: LiveText | None = None
     visible: Visible | None = None
+    asked: LiveText | None = None
     last_store: int = 0
 
     @property
     def busy(self) -> bool:
         return self.generation is not None
+
+    def forget(self) -> None:
+        """The session is about to hold something else: no text stands for it."""
+        self.text = self.visible = self.asked = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -371,6 +371,20 @@ def test_text_decides_where_the_model_drew_other_tokens(machines: Any) -> None:
     assert machine.reuse(stored)[0] == "disk-text"
 
 
+def test_several_answers_to_a_prompt_with_tokens_of_its_own(machines: Any) -> None:
+    """One of them goes on with the live state; the others fork it instead of evaluating the text once more."""
+    machine = machines(slots=3, script=["Hello "] + ["wide "] * 50 + ["world"])
+    talk = conversation("Anna")
+    machine.ask(talk)
+    talk.append(Message("user", "And now? " * 5))
+    jobs = [machine.submit(talk) for _ in range(3)]
+    machine.driver.run()
+    assert sorted(machine.reuse(job)[0] for job in jobs) == ["fork", "fork", "memory-text"]
+    for job in jobs:
+        assert machine.driver.finish(job).cache_write_tokens < 100
+        assert job.prompt.tolist() == jobs[0].prompt.tolist()
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rewinds", [True, False])
 def test_random_traffic_equals_a_server_without_cache(machines: Any, tmp_path: Path, seed: int, rewinds: bool) -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from ds4.errors import SessionInvalidError
-from ds4.server.reuse import NOTHING, Lookup, Query, materialise, probe
+from ds4.server.reuse import NOTHING, LiveText, Lookup, Query, Visible, materialise, probe, settle
 from ds4.server.slots import Slots
 from ds4.testing import ScriptedEngine
+from ds4.testing.tokenizer import ScriptedTokenizer
 
 
 def query(*tokens: int) -> Query:
@@ -122,3 +123,98 @@ def test_routing_and_execution_agree(seed: int) -> None:
                 assert slot.session.tokens.tolist() == before[slot.index]
         kinds.add(route.reuse.kind)
     assert len(kinds) >= 3, kinds
+
+
+def in_pieces(tokenizer: ScriptedTokenizer, text: bytes, rng: random.Random) -> list[int]:
+    """The text in tokens that `encode` would not make."""
+    tokens = []
+    while text:
+        size = rng.randrange(1, 5)
+        tokens.append(tokenizer.piece_id(text[:size]))
+        text = text[size:]
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_routing_and_execution_agree_where_text_decides(seed: int) -> None:
+    """Whatever is kept: the prompt that goes on stands for the request's text, and begins with the kept state."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    kinds: set[tuple[str, bool]] = set()
+    for _ in range(60):
+        engine = ScriptedEngine(rewinds=rng.random() < 0.7)
+        tokenizer = engine.tokenizer
+        assert isinstance(tokenizer, ScriptedTokenizer)
+        trunk = bytes(rng.choices(b"ab", k=300))
+
+        def branch(trunk: bytes = trunk) -> bytes:
+            return trunk[: rng.randrange(301)] + bytes(rng.choices(b"ab", k=rng.choice([0, 0, 1, 5, 50])))
+
+        slots = Slots(engine, 4)
+        for slot in slots:
+            asked, drawn = branch(), bytes(rng.choices(b"ab", k=rng.choice([0, 60])))
+            first = in_pieces(tokenizer, asked, rng) if rng.random() < 0.7 else list(asked)
+            tokens = first + in_pieces(tokenizer, drawn, rng)
+            slot.session.sync(tokens) if tokens else slot.session.clear()
+            slot.prompt_tokens = len(first)
+            if rng.random() < 0.8:
+                slot.text = LiveText(asked + drawn, len(tokens))
+                slot.asked = LiveText(asked, len(first))
+            if rng.random() < 0.2:
+                slot.visible = Visible(trunk[: rng.randrange(300)], len(tokens), "thinking-visible")
+        key = rng.choice([slot.asked.key for slot in slots if slot.asked] or [trunk])
+        key = rng.choice([key, branch() + b"b", trunk + b"ab" * 20]) or b"a"
+        prompt = Query(np.frombuffer(key, np.uint8).astype(np.int32), key)
+        before = [slot.session.tokens.tolist() for slot in slots]
+        route = slots.route(prompt, now=0.0)
+        assert route is not None
+        slot, reuse = route.slot, route.reuse
+        assert reuse == probe(slot, Lookup(prompt, slots))
+        assert materialise(slot, prompt, reuse) == reuse
+        settled = settle(slot, prompt, reuse, tokenizer)  # type: ignore[arg-type]
+        assert settled is not None
+        kept, goes_on = settled
+        assert slot.session.n_tokens == kept.tokens < len(goes_on.prompt)
+        assert goes_on.prompt[: kept.tokens].tolist() == slot.session.tokens.tolist()
+        source = slot if kept.source is None else kept.source
+        assert slot.session.tokens.tolist() == before[source.index][: kept.tokens], (
+            "the state is a part of the source's"
+        )
+        if not (reuse.kind == "thinking-visible" and kept.text_bytes is not None):
+            assert tokenizer.decode(goes_on.prompt.tolist()) == key, "the prompt says what the request says"
+        for other in slots:
+            if other is not slot:
+                assert other.session.tokens.tolist() == before[other.index]
+        kinds.add((kept.kind, kept.text_bytes is not None))
+    assert len(kinds) >= 4, kinds
+
+
+def test_a_prompt_that_is_asked_again() -> None:
+    """The state is cut behind the prompt, whose tokens are the model's own; its last token is evaluated again."""
+    engine = ScriptedEngine()
+    tokenizer = engine.tokenizer
+    assert isinstance(tokenizer, ScriptedTokenizer)
+    slot = Slots(engine, 1)[0]
+    key = b"x" * 4 + b"wxyz" * 50
+    pieces = [*b"xxxx", *([tokenizer.piece_id(b"wxyz")] * 50)]
+    slot.session.sync([*pieces, 7, 8, 9])
+    slot.text, slot.asked = LiveText(key + b"\7\10\11", len(pieces) + 3), LiveText(key, len(pieces))
+    again = Query(np.frombuffer(key, np.uint8).astype(np.int32), key)
+    reuse = probe(slot, Lookup(again))
+    assert (reuse.kind, reuse.tokens, reuse.tail) == ("memory-text", len(pieces) - 1, (pieces[-1],))
+    materialise(slot, again, reuse)
+    settled = settle(slot, again, reuse, tokenizer)  # type: ignore[arg-type]
+    assert settled is not None
+    assert settled[1].prompt.tolist() == pieces
+
+
+def test_text_is_not_cut_inside_a_character() -> None:
+    engine = ScriptedEngine()
+    slot = Slots(engine, 1)[0]
+    key = "long enough to be worth it, and then é".encode()
+    slot.session.sync([engine.tokenizer.piece_id(key[:-1])] * 40)  # type: ignore[attr-defined]
+    slot.text = LiveText(key[:-1], 40)
+    asked = Query(np.array([1, 2, 3], np.int32), key)
+    reuse = probe(slot, Lookup(asked))
+    assert reuse.kind == "memory-text"
+    assert settle(slot, asked, reuse, engine.tokenizer) is None

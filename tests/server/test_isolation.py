@@ -1,0 +1,119 @@
+"""Nobody's answer depends on anybody else: many clients with secrets, evictions, a small disk cache, restarts."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ds4.prompt.chatml import ChatMLRenderer
+from ds4.prompt.types import Conversation, Message
+from ds4.server.kvpolicy import KvConfig
+from ds4.testing import ScriptedEngine
+from ds4.testing.tokenizer import ScriptedTokenizer
+from tests.support.running_server import RunningServer, Serve
+
+N_CLIENTS = 16
+
+
+def answer(prompt: str) -> str:
+    """What the scripted model says of all that its session holds: the secret in it, and a digest of every byte."""
+    secret = re.search(r"secret is (\w+)", prompt)
+    digest = hashlib.blake2b(prompt.encode(), digest_size=6).hexdigest()
+    return f"You said {secret[1] if secret else 'nothing'}, and {digest} is what I saw."
+
+
+class Client:
+    """One conversation. Knows what a model must answer that sees this conversation and nothing else."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.secret = f"word{self.rng.randrange(10**9)}"
+        self.history = self.beginning()
+        self.cached = 0
+
+    def beginning(self) -> list[dict[str, str]]:
+        padding = "Please keep it to yourself. " * self.rng.randrange(1, 12)
+        return [
+            {"role": "system", "content": "You repeat secrets. " * 8},
+            {"role": "user", "content": f"My secret is {self.secret}. {padding}"},
+        ]
+
+    def turn(self, http: httpx.Client) -> None:
+        body = {"model": "m", "messages": self.history, "temperature": 0}
+        reply = http.post("/v1/chat/completions", json=body).json()
+        said = reply["choices"][0]["message"]["content"]
+        messages = tuple(Message(m["role"], m["content"]) for m in self.history)  # type: ignore[arg-type]
+        assert said == answer(ChatMLRenderer().render(Conversation(messages)).text), self.secret
+        assert self.secret in said
+        self.cached += reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        if self.rng.random() < 0.15:
+            self.history = self.beginning()
+        else:
+            question = f"And what is it? {self.rng.random()}"
+            self.history += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
+
+
+def serve_clients(server: RunningServer, clients: list[Client], *, rounds: int, seconds: float = 0.0) -> int:
+    """All clients at once, each at its own pace; how many turns were had."""
+    errors: list[BaseException] = []
+    deadline = time.monotonic() + seconds
+    turns = [0] * len(clients)
+
+    def work(index: int) -> None:
+        try:
+            with httpx.Client(base_url=server.url, timeout=120) as http:
+                while turns[index] < rounds or time.monotonic() < deadline:
+                    clients[index].turn(http)
+                    turns[index] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(clients))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sum(turns)
+
+
+def run(serve: Serve, directory: Path, seed: int, *, lives: int, rounds: int, seconds: float = 0.0) -> None:
+    print(f"seed {seed}")
+    clients = [Client(seed * 1000 + i) for i in range(N_CLIENTS)]
+    kv = KvConfig(directory, budget_bytes=60_000, min_tokens=64, boundary_align=0, continued_interval=200)
+    turns = 0
+    tokenizer = ScriptedTokenizer()
+    for _ in range(lives):
+        server = serve(ScriptedEngine(answer, ctx=16384, tokenizer=tokenizer), slots=4, kv=kv)
+        turns += serve_clients(server, clients, rounds=rounds, seconds=seconds / lives)
+        server.stop()
+        assert sum(path.stat().st_size for path in directory.glob("*.kv")) <= kv.budget_bytes
+    cached = sum(client.cached for client in clients)
+    print(f"{turns} turns, {cached} prompt tokens from caches")
+    assert cached > 0
+
+
+def test_sixteen_clients_and_four_sessions(serve: Serve, tmp_path: Path) -> None:
+    run(serve, tmp_path / "kv", 1, lives=2, rounds=6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ten_minutes(serve: Serve, tmp_path: Path) -> None:
+    run(serve, tmp_path / "kv", int(time.time()), lives=20, rounds=1, seconds=600)
+
+
+def test_the_oracle_sees_a_foreign_byte() -> None:
+    """The check can fail: any other byte in the session is another answer."""
+    client: Any = Client(1)
+    text = ChatMLRenderer().render(Conversation((Message("user", client.history[1]["content"]),))).text
+    assert answer(text) != answer(text.replace("keep", "keeq"))

@@ -1,0 +1,130 @@
+"""ds4-server with a disk cache is killed at random moments under load: afterwards nothing is broken, only missing."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ds4.cli.main import main
+from ds4.engine.demo import demo_model_path
+from ds4.errors import ConfigError
+from ds4.server.kvdir import temporary_files
+
+BUDGET_MIB = 20
+QUESTIONS = [f"Question {i}: what do you know about the number {i}? " + "Be short and clear. " * 24 for i in range(3)]
+
+
+class Process:
+    """A server process of its own, with the demo model."""
+
+    def __init__(self, directory: Path) -> None:
+        flags = ["--port", "0", "--ctx", "512", "--batched-session", "2", "--threads", "2"]
+        flags += ["--kv-disk-dir", str(directory), "--kv-cache-min-tokens", "32"]
+        flags += ["--kv-cache-boundary-align-tokens", "0", "--kv-cache-budget-mb", str(BUDGET_MIB)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ds4.cli.server", *flags],
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
+            text=True,
+        )
+        self.lines: list[str] = []
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = re.search(r"listening on (http://\S+)", line)
+            if found:
+                self.url = found[1]
+                break
+        else:
+            raise AssertionError("".join(self.lines))
+        threading.Thread(target=self._drain, daemon=True).start()
+
+    def _drain(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += list(self.process.stderr)
+
+    def ask(self, question: str) -> str:
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 6}
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
+        return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0, "".join(self.lines)
+
+
+def load(url: str, seed: float, over: threading.Event) -> None:
+    """Asks until the server is gone."""
+    rng = random.Random(seed)
+    with httpx.Client(base_url=url, timeout=60) as http:
+        try:
+            while not over.is_set():
+                messages = [{"role": "user", "content": rng.choice(QUESTIONS)}]
+                http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 4})
+        except httpx.HTTPError:
+            return
+
+
+def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    server = Process(directory)
+    expected = [server.ask(question) for question in QUESTIONS]
+    server.stop()
+    for path in directory.glob("*.kv"):
+        path.unlink()
+    hits = 0
+    for _ in range(rounds):
+        server = Process(directory)
+        over = threading.Event()
+        clients = [threading.Thread(target=load, args=(server.url, rng.random(), over)) for _ in range(3)]
+        for client in clients:
+            client.start()
+        time.sleep(rng.random() * 2)
+        server.kill()
+        over.set()
+        for client in clients:
+            client.join()
+        server = Process(directory)
+        assert temporary_files(directory) == []
+        asked = rng.randrange(len(QUESTIONS))
+        assert server.ask(QUESTIONS[asked]) == expected[asked]
+        server.stop()
+        hits += any("kv cache hit" in line for line in server.lines)
+        assert not any("damaged" in line for line in server.lines), server.lines
+        assert sum(path.stat().st_size for path in directory.glob("*.kv")) <= BUDGET_MIB << 20
+        assert main(["kv", "verify", "-q", str(directory)]) == 0
+    print(f"{hits} of {rounds} restarts answered from disk")
+    return hits
+
+
+@pytest.fixture(autouse=True)
+def _demo() -> None:
+    try:
+        demo_model_path()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def test_killed_under_load(tmp_path: Path) -> None:
+    kill_rounds(tmp_path / "kv", 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_two_hundred_times_under_load(tmp_path: Path) -> None:
+    assert kill_rounds(tmp_path / "kv", 200, 2) > 20
