@@ -230,7 +230,7 @@ class Fork:
     def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
         best: Reuse | None = None
         for other in lookup.slots:
-            if other is slot:
+            if other is slot or other.loading:
                 continue
             kept = lookup.common(other)
             if kept > (best.tokens if best else 0) and other.session.can_rewind(kept):

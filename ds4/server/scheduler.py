@@ -224,7 +224,7 @@ class Scheduler:
     @property
     def restoring(self) -> bool:
         """A checkpoint is being loaded: more will come without a new request."""
-        return any(slot.generation is not None and slot.generation.restoring is not None for slot in self.slots)
+        return any(slot.loading for slot in self.slots)
 
     def slot_states(self) -> list[SlotState]:
         """What the slots do, for people: read beside the running step, so it may be one token old."""

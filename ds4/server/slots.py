@@ -59,6 +59,11 @@ class Slot:
     def busy(self) -> bool:
         return self.generation is not None
 
+    @property
+    def loading(self) -> bool:
+        """Another thread is replacing the session: what it holds now may be gone a moment later."""
+        return self.generation is not None and self.generation.restoring is not None
+
     def forget(self) -> None:
         """The session is about to hold something else: no text stands for it."""
         self.text = self.visible = self.asked = None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pytest
 
 from ds4.errors import CheckpointError
@@ -19,6 +20,7 @@ from ds4.server.generation import Job
 from ds4.server.keys import markers_of
 from ds4.server.kvpolicy import KvConfig
 from ds4.server.kvstore import KvStore
+from ds4.server.reuse import Lookup, Query, probe
 from ds4.server.tool_memory import ToolMemory
 from ds4.server.types import Failed
 from ds4.testing import ScriptedEngine, hash_model
@@ -290,6 +292,35 @@ def test_others_decode_while_a_checkpoint_is_loaded(
     machine.driver.run()
     assert machine.driver.text(restored) == expected
     assert machine.reuse(restored)[0] == "disk-text"
+
+
+def test_nobody_forks_a_session_that_is_being_loaded(
+    machines: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it held when it was looked at is replaced before it is copied: the fork would hold another conversation."""
+    machine: Machine = machines(slots=2)
+    anna, bert = conversation("Anna", system="A" * 300), conversation("Bert", system="B" * 300)
+    machine.ask(anna)
+    machine.restart()
+    machine.ask(bert)
+    machine.submit([Message("user", "hi")], ignore_eos=True, max_tokens=5000)
+    machine.driver.steps(3)
+    anna.append(Message("user", "And now?"))
+    gate = Gate(machine, monkeypatch)
+    restored = machine.submit(anna)
+    machine.driver.step()
+    assert gate.entered.wait(30)
+    (loading,) = (slot for slot in machine.driver.scheduler.slots if slot.loading)
+    bert.append(Message("user", "And you?"))
+    prompt = machine.driver.request([*loading.session.tokens.tolist(), 97, 98]).prompt_tokens
+    idle = next(slot for slot in machine.driver.scheduler.slots if slot is not loading)
+    found = probe(idle, Lookup(Query(np.array(prompt, np.int32)), machine.driver.scheduler.slots))
+    assert loading.session.n_tokens > 300, "it still holds Bert's"
+    assert found.source is not loading
+    gate.open.set()
+    while machine.driver.end(restored) is None:
+        machine.driver.step()
+    assert machine.driver.text(restored) == cold_answer(anna, tmp_path)
 
 
 def test_cancelled_while_its_checkpoint_is_loaded(machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
