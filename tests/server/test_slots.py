@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -112,10 +114,10 @@ def test_asking_again_rewinds_the_own_answer_only() -> None:
 
 def test_busy_slots_are_never_chosen_but_can_be_forked_from() -> None:
     slots = make((own(300, 0), 1.0), (own(10, 5000), 1.0))
-    slots[0].generation = object()  # type: ignore[assignment]
+    slots[0].generation = SimpleNamespace(restoring=None)  # type: ignore[assignment]
     found = route(slots, [*own(300, 0), 7])
     assert (found.slot.index, found.reuse.kind, found.reuse.source) == (1, "fork", slots[0])
-    slots[1].generation = object()  # type: ignore[assignment]
+    slots[1].generation = SimpleNamespace(restoring=None)  # type: ignore[assignment]
     assert slots.route(Query(np.array([1], np.int32)), NOW) is None
     assert slots.n_busy == 2
 
@@ -140,7 +142,7 @@ def test_the_order_of_scores() -> None:
 def test_the_decision_is_one_line() -> None:
     shared = own(200, 0)
     slots = make((shared, 10.0), (own(70, 5000), 7200.0))
-    slots[0].generation = object()  # type: ignore[assignment]
+    slots[0].generation = SimpleNamespace(restoring=None)  # type: ignore[assignment]
     found = route(slots, [*shared, 9])
     assert describe(found, 201, NOW) == (
         "slot 1: fork of slot 0, 200 of 201 prompt tokens reused, 70 of 70 live tokens dropped (idle 7200 s, stale)"
