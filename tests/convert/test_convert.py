@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ds4.engine.tensors import DType
 from ds4.engine.types import EngineConfig
 from ds4.errors import ConfigError, ModelFileError
 from tests.engine.test_hf_deepseek4 import CONFIG_FP8, published
-from tests.support.stored import Stored
+from tests.support.stored import Stored, write_safetensors
 from tests.support.tiny_deepseek4 import tiny
 from tests.support.tiny_llama import TinyLlama
 
@@ -62,6 +63,25 @@ def test_a_directory_becomes_the_same_model(tmp_path: Path) -> None:
     stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
     want = tiny("flash").weights["layers.3.ffn.experts.5.w2.weight"]
     assert np.array_equal(stored["blk.3.ffn_down_exps.weight"].data[5], want)
+
+
+def test_experts_of_several_files_stand_in_order(tmp_path: Path) -> None:
+    """Shards hold the experts in any order."""
+    model = tiny("flash")
+    path = tmp_path / "shards"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(model.config))
+    names = list(reversed(model.weights))
+    weight_map = {}
+    for i in range(2):
+        file = f"model-{i}.safetensors"
+        write_safetensors(path / file, {n: model.weights[n] for n in names[i::2]})
+        weight_map |= dict.fromkeys(names[i::2], file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert run(str(path), str(tmp_path / "m.gguf")) == 0
+    got = values(open_model_file(tmp_path / "m.gguf"), "blk.3.ffn_down_exps.weight")
+    for e in range(8):
+        assert np.array_equal(got[e], model.weights[f"layers.3.ffn.experts.{e}.w2.weight"])
 
 
 def test_codes_with_scales_keep_their_values(tmp_path: Path) -> None:

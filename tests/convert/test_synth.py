@@ -49,6 +49,8 @@ def test_the_seed_decides(tmp_path: Path) -> None:
         run(str(path), "--family", "deepseek4", "--seed", seed, "--layers", "2")
         data.append(path.read_bytes())
     assert data[0] == data[1] and data[0] != data[2]
+    m = open_model_file(tmp_path / "0.gguf")
+    assert m.tensors["blk.0.ffn_gate_exps.weight"].data != m.tensors["blk.0.ffn_up_exps.weight"].data
     # A tensor does not depend on its neighbours.
     run(str(tmp_path / "3.gguf"), "--family", "deepseek4", "--seed", "1", "--layers", "3")
     two, three = open_model_file(tmp_path / "0.gguf"), open_model_file(tmp_path / "3.gguf")

@@ -115,6 +115,10 @@ def test_spelling_of_the_modules(tmp_path: Path) -> None:
             "compress": rope | {"rope_type": "yarn", "rope_theta": 160000, "attention_factor": 1.0},
         },
     )
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"compress_rates": None}))
+    assert open_model_file(path).hparams["attention.compress_ratios"] == model.config["compress_ratios"][:5]
+    (path / "config.json").write_text(json.dumps(config))
     got, want = open_model_file(path), open_model_file(model.write_hf(tmp_path / "published"))
     a, b = dict(got.hparams), dict(want.hparams)
     assert a.pop("attention.compress_ratios") == b.pop("attention.compress_ratios")[:5]  # type: ignore[index]
