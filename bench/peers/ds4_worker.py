@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.peers import protocol
 from ds4.engine.engine import Engine
-from ds4.engine.types import EngineConfig, Row
+from ds4.engine.types import EngineConfig, Row, SamplingParams
 
 
 def main() -> None:
@@ -64,10 +64,26 @@ def main() -> None:
             session.close()
         return {"seconds": seconds, "tokens": n * width}
 
+    def workload(width: int, prompt: int, n: int) -> dict[str, Any]:
+        """What `width` streaming clients ask for: prompts first, then n sampled tokens each."""
+        sessions = [engine.new_session(prompt + n + 1) for _ in range(width)]
+        samplers = [engine.new_sampler(SamplingParams(temperature=0)) for _ in range(width)]
+        for sampler in samplers:
+            sampler.forbid(sorted(engine.tokenizer.eos_ids))
+        start = time.perf_counter()
+        feed = [tokens(0, prompt, 1000 * s) for s in range(width)]
+        for _ in range(n):
+            rows = [Row(x, f, sampler=y) for x, f, y in zip(sessions, feed, samplers, strict=True)]
+            feed = [[r.token or 0] for r in engine.step(rows)]
+        seconds = time.perf_counter() - start
+        for session in sessions:
+            session.close()
+        return {"seconds": seconds, "tokens": n * width}
+
     def facts() -> dict[str, Any]:
         return {"version": "ds4", "system": engine.backend_name, "rss_mib": protocol.resident_mib()}
 
-    protocol.serve({"prefill": prefill, "decode": decode, "batch": batched, "facts": facts})
+    protocol.serve({"prefill": prefill, "decode": decode, "batch": batched, "workload": workload, "facts": facts})
 
 
 if __name__ == "__main__":
