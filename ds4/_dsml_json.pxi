@@ -21,6 +21,8 @@ cdef int grow(Buf *b, Py_ssize_t more) except -1:
 
 
 cdef inline int add(Buf *b, const char *s, Py_ssize_t n) except -1:
+    if n == 0:  # an empty buffer has no memory yet, and memcpy takes no null pointer
+        return 0
     if b.n + n > b.cap:
         grow(b, n)
     memcpy(b.p + b.n, s, n)
