@@ -66,8 +66,7 @@ TOPICS = {
 
 INTRO = """\
 Talks to a local model: one turn with -p, --prompt-file or text on standard input, else a prompt of its own.
-Tools: ds4 inspect FILE | ds4 tokenize FILE | ds4 logits FILE | ds4 kv COMMAND DIR | ds4 convert SRC DST |
-ds4 synth DST; each has its --help."""
+Tools: ds4 inspect | tokenize | logits | convert | synth | kv; each has its --help."""
 
 
 @dataclass(frozen=True, slots=True)
