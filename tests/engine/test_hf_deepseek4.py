@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from ds4 import _cpu
+from ds4.cli.main import main
 from ds4.engine.engine import Engine, build_model
 from ds4.engine.model_file import open_model_file, read_model_file
 from ds4.engine.tensors import DType
@@ -372,3 +373,18 @@ def test_draft_layers_are_left_out(tmp_path: Path) -> None:
     assert (
         read_model_file(path).tensors.keys() == read_model_file(tiny("flash").write_hf(tmp_path / "n")).tensors.keys()
     )
+
+
+def test_tools_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny("flash")
+    path = model.write_hf(tmp_path / "Tiny-V4")
+    assert main(["inspect", str(path), "--json", "--ctx", "256"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["problem"] is None and facts["tokenizer"] is None and facts["family"] == "deepseek4"
+    # Windows of 16 + 128 rows, open windows of 8 or 128 with the same slack, 64 or 2 compressed rows; all of it f32.
+    window, four, far = 144 * 128, 136 * 512 + 64 * 128 + 136 * 512 + 64 * 128, 256 * 256 + 2 * 128
+    assert facts["memory"]["state_bytes_per_slot"] == 4 * (5 * window + 2 * four + far) + 4 * 256 + 4 * 320
+    np.save(tmp_path / "tokens.npy", model.prompt()[:60])
+    argv = ["logits", str(path), "--tokens", str(tmp_path / "tokens.npy"), "--out", str(tmp_path / "out.npy")]
+    assert main([*argv, "--kv-qat", "off", "-t", "2"]) == 0
+    assert np.abs(np.load(tmp_path / "out.npy") - model.reference("logits")[:60]).max() < 2e-4
