@@ -11,8 +11,10 @@
 // Aliasing: an output may alias an input only where the comment says "in place".
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -120,6 +122,14 @@ struct KvSlots {
   size_t v = 0;
 };
 
+// What a step of one model reads beside weights and states. The spans outlive the step.
+struct StepInput {
+  uint64_t model = 0;               // Model::serial
+  std::span<const int32_t> ids;     // [T]
+  std::span<const RowRef> rows;     // [T]
+  std::span<const int32_t> wanted;  // row numbers
+};
+
 class Ops {
  public:
   virtual ~Ops() = default;
@@ -140,6 +150,20 @@ class Ops {
   // Copies between host and backend memory; synchronous.
   virtual void to_host(const Tensor& from, float* out) = 0;  // out: from.n * from.dim, dense
   virtual void to_device(const float* from, const Tensor& to) = 0;
+
+  // ---- steps
+  // At least the largest position of the rows. Which operations a step has depends on positions through it only.
+  virtual int64_t horizon(std::span<const RowRef> rows) const {
+    int64_t largest = 0;
+    for (const RowRef& r : rows) largest = std::max<int64_t>(largest, r.position);
+    return largest;
+  }
+  // The result of `forward`, which runs the operations of one step on the spans of `input` themselves. A backend may
+  // keep the operations and replay them for a step of the same model, sizes and horizon, without calling it.
+  virtual Tensor run(const StepInput& input, const std::function<Tensor()>& forward) {
+    (void)input;
+    return forward();
+  }
 
   // ---- operations
   // out[t] = table[ids[t]]; ids are in range (checked at the edge).             out [T, E]

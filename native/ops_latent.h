@@ -83,6 +83,11 @@ class LatentOps {
   // M = Sinkhorn(softmax_rows(c[2n:] s2 + b) + eps). y = sum_j pre[j] streams[j]; mix = (post | M), M[source][target].
   //   streams [T, n*H], y [T, H], mix [T, n + n*n]
   virtual void hc_in(const HyperConnection& hc, Tensor streams, Tensor y, Tensor mix) = 0;
+  // hc_in, then y = rms_norm(y).
+  virtual void hc_in_norm(Ops& ops, const HyperConnection& hc, Tensor streams, Norm norm, Tensor y, Tensor mix) {
+    hc_in(hc, streams, y, mix);
+    ops.rms_norm(y, norm, y);
+  }
   // streams[k] = post[k] out + sum_j M[j][k] streams[j], in place.      out [T, H]
   virtual void hc_out(Tensor out, Tensor mix, int64_t n, Tensor streams) = 0;
   // y = sum_j (sigmoid(c[j] s0 + b[j]) + eps) streams[j].               y [T, H]

@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <bit>
+#include <climits>
 
 #include "cuda/context.h"
 #include "cuda/device_math.h"
@@ -28,6 +30,32 @@ const DeviceRow* Context::rows(std::span<const RowRef> rows) {
                       return a.state == b.state && a.position == b.position;
                     });
   if (same) return device_rows_;
+  device_rows_ = inputs.upload(std::span<const DeviceRow>(device_list(rows)));
+  refs_.assign(rows.begin(), rows.end());
+  return device_rows_;
+}
+
+void Context::begin_step(const StepInput& step) {
+  require(step.ids.size() == step.rows.size(), "step shapes");
+  staged_ = false;
+  reset_step();
+  const auto list = device_list(step.rows);
+  device_rows_ = inputs.stage(step.rows.data(), std::span<const DeviceRow>(list));
+  refs_.assign(step.rows.begin(), step.rows.end());
+  inputs.stage(step.ids.data(), step.ids);
+  inputs.stage(step.wanted.data(), step.wanted);
+  inputs.send_staged();
+  staged_ = true;
+}
+
+int64_t Context::horizon(std::span<const RowRef> rows) {
+  uint64_t n = 1;
+  for (const RowRef& r : rows) n = std::max(n, static_cast<uint64_t>(r.position) + 1);
+  const uint64_t step = std::max<uint64_t>(256, std::bit_floor(n) / 8);
+  return std::min<int64_t>(static_cast<int64_t>((n + step - 1) / step * step) - 1, INT_MAX - 1);
+}
+
+std::vector<DeviceRow> Context::device_list(std::span<const RowRef> rows) const {
   std::vector<DeviceRow> list;
   list.reserve(rows.size());
   for (size_t first = 0; first < rows.size();) {
@@ -42,9 +70,7 @@ const DeviceRow* Context::rows(std::span<const RowRef> rows) {
     }
     first = end;
   }
-  device_rows_ = inputs.upload(std::span<const DeviceRow>(list));
-  refs_.assign(rows.begin(), rows.end());
-  return device_rows_;
+  return list;
 }
 
 Activations Context::quantized(Tensor x, const float* gain, float eps) {

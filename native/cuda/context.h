@@ -27,9 +27,21 @@ class Context {
   }
   void reset_step() {
     arena.reset();
+    if (staged_) return;  // the inputs of this very step
     inputs.reset();
     refs_.clear();
   }
+  // Uploads everything a step needs, where every step of its sizes has it; `end_step` after its operations.
+  void begin_step(const StepInput& step);
+  void end_step() {
+    staged_ = false;
+    inputs.end_staging();
+  }
+  // Changes whenever memory that operations use has moved.
+  uint64_t generation() const { return arena.generation() + workspace.generation() + inputs.generation(); }
+
+  // Positions are rounded up for everything that decides about launches, so that few different ones exist.
+  static int64_t horizon(std::span<const RowRef> rows);
 
   // The rows on the device; the rows of one session stand together.
   const DeviceRow* rows(std::span<const RowRef> rows);
@@ -52,6 +64,8 @@ class Context {
  private:
   // Rows of x, normed if asked, aligned for linear_floats and zero behind `dim` up to a multiple of 8.
   Tensor floats(Tensor x, const float* gain, float eps);
+  std::vector<DeviceRow> device_list(std::span<const RowRef> rows) const;
+  bool staged_ = false;
   std::vector<RowRef> refs_;
   const DeviceRow* device_rows_ = nullptr;
 };

@@ -11,13 +11,14 @@ namespace {
 
 constexpr int kMostStreams = 16;
 constexpr int kThreads = 256;
+constexpr int kWideThreads = 1024;
 
 // ---- hyper-connections
 
 // c[t][i] = fn_i . x_t for the first `n` blocks, the sum of squares of x_t for the last. Bytes: fn once for each row
 // of the step (from the cache after the first), x once for each block, likewise. Operations: 2 (n + 1) cols T.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kWideThreads)
     coefficients_kernel(const T* fn, int64_t fn_stride, int n, const float* x, int64_t stride, int64_t cols, float* c) {
   __shared__ float shared[32];
   const int i = blockIdx.x;
@@ -26,10 +27,10 @@ __global__ void __launch_bounds__(kThreads)
   if (i < n) {
     const T* w = fn + i * fn_stride;
 #pragma unroll 8
-    for (int64_t k = threadIdx.x; k < cols; k += kThreads) sum = fmaf(static_cast<float>(w[k]), row[k], sum);
+    for (int64_t k = threadIdx.x; k < cols; k += kWideThreads) sum = fmaf(static_cast<float>(w[k]), row[k], sum);
   } else {
 #pragma unroll 8
-    for (int64_t k = threadIdx.x; k < cols; k += kThreads) sum = fmaf(row[k], row[k], sum);
+    for (int64_t k = threadIdx.x; k < cols; k += kWideThreads) sum = fmaf(row[k], row[k], sum);
   }
   sum = block_sum(sum, shared);
   if (threadIdx.x == 0) c[blockIdx.y * (n + 1) + i] = sum;
@@ -115,6 +116,42 @@ __global__ void __launch_bounds__(kThreads) hc_in_kernel(HyperArgs a, const floa
   __syncwarp();
   sinkhorn(m, n, a.iterations, a.eps);
   for (int i = threadIdx.x; i < n * n; i += 32) mix[t * mix_stride + n + i] = m[i];
+}
+
+// As hc_in_kernel with a norm behind it. The first block of a row computes y, the second the mix beside it.
+__global__ void __launch_bounds__(kWideThreads)
+    hc_in_norm_kernel(HyperArgs a, const float* c, const float* x, int64_t stride, const float* gain, float eps,
+                      float* y, int64_t y_stride, float* mix, int64_t mix_stride) {
+  __shared__ float pre[kMostStreams];
+  __shared__ float m[kMostStreams * kMostStreams];
+  __shared__ float shared[32];
+  const int n = a.streams, rows = 2 * n + n * n;
+  const int64_t t = blockIdx.y;
+  c += t * (rows + 1);
+  const float factor = 1.0f / sqrtf(c[rows] / static_cast<float>(n * a.width) + a.norm_eps);
+  if (blockIdx.x == 1) {
+    if (threadIdx.x >= 32) return;
+    mix += t * mix_stride;
+    for (int j = threadIdx.x; j < n; j += 32) mix[j] = 2.0f * sigmoid(c[n + j] * factor * a.scale[1] + a.base[n + j]);
+    for (int i = threadIdx.x; i < n * n; i += 32) m[i] = c[2 * n + i] * factor * a.scale[2] + a.base[2 * n + i];
+    __syncwarp();
+    sinkhorn(m, n, a.iterations, a.eps);
+    for (int i = threadIdx.x; i < n * n; i += 32) mix[n + i] = m[i];
+    return;
+  }
+  if (threadIdx.x < n) pre[threadIdx.x] = sigmoid(c[threadIdx.x] * factor * a.scale[0] + a.base[threadIdx.x]) + a.eps;
+  __syncthreads();
+  const float* row = x + t * stride;
+  y += t * y_stride;
+  float squares = 0.0f;
+  for (int64_t d = threadIdx.x; d < a.width; d += kWideThreads) {
+    float sum = 0.0f;
+    for (int j = 0; j < n; ++j) sum = fmaf(pre[j], row[j * a.width + d], sum);
+    y[d] = sum;
+    squares = fmaf(sum, sum, squares);
+  }
+  const float norm = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(a.width) + eps);
+  for (int64_t d = threadIdx.x; d < a.width; d += kWideThreads) y[d] = y[d] * norm * gain[d];
 }
 
 // Bytes: out and mix once, the streams in and out.
@@ -344,6 +381,13 @@ class CudaLatentOps final : public LatentOps {
     hyper(hc, 2 * n + n * n, 3, streams, y, &mix);
   }
 
+  void hc_in_norm(Ops&, const HyperConnection& hc, Tensor streams, Norm norm, Tensor y, Tensor mix) override {
+    const int64_t n = hc.streams;
+    require(streams.dim == n * y.dim && mix.dim == n + n * n && y.n == streams.n && mix.n == streams.n && norm.gain,
+            "hc_in_norm shapes");
+    hyper(hc, 2 * n + n * n, 3, streams, y, &mix, &norm);
+  }
+
   void hc_head(const HyperConnection& hc, Tensor streams, Tensor y) override {
     require(streams.dim == hc.streams * y.dim && y.n == streams.n, "hc_head shapes");
     hyper(hc, hc.streams, 1, streams, y, nullptr);
@@ -513,7 +557,8 @@ class CudaLatentOps final : public LatentOps {
     return p;
   }
 
-  void hyper(const HyperConnection& hc, int64_t rows, int64_t scales, Tensor streams, Tensor y, const Tensor* mix) {
+  void hyper(const HyperConnection& hc, int64_t rows, int64_t scales, Tensor streams, Tensor y, const Tensor* mix,
+             const Norm* norm = nullptr) {
     enter();
     const CudaWeight& fn = on_device(*hc.fn);
     require(fn.cols() == streams.dim && fn.rows() == rows && hc.streams <= kMostStreams, "hyper-connection shape");
@@ -528,8 +573,8 @@ class CudaLatentOps final : public LatentOps {
     auto* c = context_.workspace.get<float>(Workspace::Coefficients, streams.n * (rows + 1));
     const dim3 grid(static_cast<unsigned>(rows + 1), static_cast<unsigned>(streams.n));
     const auto launch = [&](const auto* data, int64_t stride) {
-      coefficients_kernel<<<grid, kThreads, 0, stream()>>>(data, stride, static_cast<int>(rows), streams.data,
-                                                           streams.stride, streams.dim, c);
+      coefficients_kernel<<<grid, kWideThreads, 0, stream()>>>(data, stride, static_cast<int>(rows), streams.data,
+                                                               streams.stride, streams.dim, c);
     };
     const Segment& s = fn.segments.front();
     if (s.type == DType::F16)
@@ -538,6 +583,13 @@ class CudaLatentOps final : public LatentOps {
       launch(s.memory.as<const __nv_bfloat16>(), s.stride);
     else
       launch(fn.dense(context_.device), fn.cols());
+    if (norm) {
+      hc_in_norm_kernel<<<dim3(2, static_cast<unsigned>(streams.n)), kWideThreads, 0, stream()>>>(
+          a, c, streams.data, streams.stride, vector_of(*norm->gain, y.dim, "norm shape"), norm->eps, y.data, y.stride,
+          mix->data, mix->stride);
+      DS4_CUDA(cudaGetLastError());
+      return;
+    }
     hc_in_kernel<<<dim3(std::min(pieces(y.dim, kThreads), 16u), static_cast<unsigned>(streams.n)), kThreads, 0,
                    stream()>>>(a, c, streams.data, streams.stride, y.data, y.stride, mix ? mix->data : nullptr,
                                mix ? mix->stride : 0);

@@ -276,8 +276,7 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
   const DeviceRow* list = context.rows(rows);
   VisibleRows visible{static_cast<int32_t>(a.window), a.compressed ? static_cast<int32_t>(a.ratio) : 0,
                       selection ? static_cast<int32_t>(selection->capacity) : INT_MAX};
-  int64_t longest = 1;
-  for (const RowRef& r : rows) longest = std::max<int64_t>(longest, visible.total(r.position));
+  const int64_t longest = visible.total(static_cast<int32_t>(Context::horizon(rows)));
   const int64_t chunks = (longest + kChunk - 1) / kChunk;
   const int64_t row_floats = a.heads * chunks * (dim + 2);
   const int64_t at_once = std::clamp<int64_t>((int64_t{1} << 26) / row_floats, 1, 65535);
@@ -317,8 +316,7 @@ Selection select_rows(Context& context, Tensor q, Tensor weight, std::span<const
   if (q.n == 0) return out;
   const DeviceState& state = Context::state(rows.front());
   const DeviceRow* list = context.rows(rows);
-  int64_t longest = 1;
-  for (const RowRef& r : rows) longest = std::max<int64_t>(longest, (static_cast<int64_t>(r.position) + 1) / ratio);
+  const int64_t longest = std::max<int64_t>(1, (Context::horizon(rows) + 1) / ratio);
   const int64_t at_once = std::clamp<int64_t>((int64_t{1} << 26) / longest, 1, 65535);
   const size_t shared = static_cast<size_t>(heads * (dim + 4)) * sizeof(float);
   if (shared > 48 * 1024)

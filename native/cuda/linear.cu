@@ -7,6 +7,7 @@ namespace ds4::cuda {
 namespace {
 
 constexpr int kNormThreads = 256;
+constexpr int kWideThreads = 1024;
 
 // Bytes: x once (twice from the cache with a norm), 1.25 per element out. One block of threads for each row with a
 // norm, else for each 1024 columns.
@@ -55,15 +56,15 @@ __global__ void __launch_bounds__(kNormThreads)
   }
 }
 
-__global__ void __launch_bounds__(kNormThreads)
+__global__ void __launch_bounds__(kWideThreads)
     rms_norm_kernel(const float* x, int64_t stride, int64_t cols, const float* gain, float eps, float* y,
                     int64_t y_stride) {
   __shared__ float shared[32];
   const float* row = x + blockIdx.x * stride;
   float squares = 0.0f;
-  for (int64_t i = threadIdx.x; i < cols; i += kNormThreads) squares = fmaf(row[i], row[i], squares);
+  for (int64_t i = threadIdx.x; i < cols; i += kWideThreads) squares = fmaf(row[i], row[i], squares);
   const float factor = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(cols) + eps);
-  for (int64_t i = threadIdx.x; i < cols; i += kNormThreads) y[blockIdx.x * y_stride + i] = row[i] * factor * gain[i];
+  for (int64_t i = threadIdx.x; i < cols; i += kWideThreads) y[blockIdx.x * y_stride + i] = row[i] * factor * gain[i];
 }
 
 // Eight weights as floats.
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 template <class T>
 void launch_floats(cudaStream_t stream, const Segment& w, const float* x, int64_t x_stride, const LinearArgs& p) {
-  const int split = split_of(p.rows, (p.cols + 7) / 8), width = p.items ? p.width : width_of(p.T);
+  const int split = split_of(p.rows, (p.cols + 7) / 8, p.n_items > 0), width = p.n_items ? p.width : width_of(p.T);
   const dim3 grid = grid_of(p, split, width);
   const T* data = w.memory.as<T>();
   switch (width) {
@@ -183,13 +184,13 @@ void quantize(const Device& device, Tensor x, const float* gain, float eps, int8
 
 void rms_norm(const Device& device, Tensor x, const float* gain, float eps, Tensor y) {
   if (x.n == 0) return;
-  rms_norm_kernel<<<static_cast<unsigned>(x.n), kNormThreads, 0, device.stream()>>>(x.data, x.stride, x.dim, gain, eps,
+  rms_norm_kernel<<<static_cast<unsigned>(x.n), kWideThreads, 0, device.stream()>>>(x.data, x.stride, x.dim, gain, eps,
                                                                                     y.data, y.stride);
   DS4_CUDA(cudaGetLastError());
 }
 
 void linear_blocks(const Device& device, DType type, const Planes& w, const Activations& x, const LinearArgs& args) {
-  if (args.T == 0 && !args.items) return;
+  if (args.T == 0) return;
   const cudaStream_t stream = device.stream();
   if (!linear_blocks_1(stream, type, w, x, args) && !linear_blocks_2(stream, type, w, x, args) &&
       !linear_blocks_3(stream, type, w, x, args) && !linear_blocks_4(stream, type, w, x, args))
@@ -198,7 +199,7 @@ void linear_blocks(const Device& device, DType type, const Planes& w, const Acti
 }
 
 void linear_floats(const Device& device, const Segment& w, const float* x, int64_t x_stride, const LinearArgs& args) {
-  if (args.T == 0 && !args.items) return;
+  if (args.T == 0) return;
   if (w.type == DType::F32)
     launch_floats<float>(device.stream(), w, x, x_stride, args);
   else if (w.type == DType::F16)

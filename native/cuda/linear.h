@@ -42,6 +42,8 @@ struct LinearArgs {
   Epilogue epilogue = Epilogue::Store;
   float limit = 0;
   // Experts: the work items, the pairs in their order; pair p reads activation row p / per_row, writes row p of y.
+  // Or `experts`: an item is pair i alone, of expert experts[i].
+  const int32_t* experts = nullptr;
   const ExpertItem* items = nullptr;
   const int32_t* order = nullptr;
   int64_t n_items = 0;

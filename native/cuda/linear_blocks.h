@@ -12,9 +12,10 @@ constexpr int kRowsPerWarp = 4;
 constexpr int kWarps = 4;
 
 // Warps that share a group of four output rows. Few rows: more warps each, as long as every lane has a block.
-inline int split_of(int64_t rows, int64_t units) {
+inline int split_of(int64_t rows, int64_t units, bool experts) {
+  const int64_t enough = experts ? 4096 : 16384;  // several experts run side by side
   int split = 1;
-  while (split < kWarps && rows * split < 4096 && units >= 64 * split) split *= 2;
+  while (split < kWarps && rows * split < enough && units >= 64 * split) split *= 2;
   return split;
 }
 
@@ -62,7 +63,15 @@ __device__ __forceinline__ void finish(const LinearArgs& p, float v, int split, 
 template <int NT>
 __device__ __forceinline__ int rows_of_block(const LinearArgs& p, int64_t& expert, int (&in)[NT], int (&out)[NT]) {
   int n;
-  if (p.items) {
+  if (p.experts) {
+    expert = p.experts[blockIdx.x];
+    n = 1;
+#pragma unroll
+    for (int i = 0; i < NT; ++i) {
+      in[i] = static_cast<int>(blockIdx.x) / p.per_row;
+      out[i] = static_cast<int>(blockIdx.x);
+    }
+  } else if (p.items) {
     const ExpertItem item = p.items[blockIdx.x];
     expert = item.expert;
     n = item.count;
@@ -91,10 +100,6 @@ __global__ void __launch_bounds__(32 * kWarps) linear_blocks_kernel(Planes w, Ac
   int in[NT], out[NT];
   const int n = rows_of_block<NT>(p, expert, in, out);
   if (n == 0) return;
-  if constexpr (type == DType::IQ2_XXS) {
-    for (int i = threadIdx.x; i < 256; i += 32 * kWarps) grid[i] = __ldg(w.grid + i);
-    __syncthreads();
-  }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t row0 = (static_cast<int64_t>(blockIdx.y) * (kWarps / split) + warp / split) * R;
   const int64_t blocks = p.cols / 32;
@@ -109,13 +114,36 @@ __global__ void __launch_bounds__(32 * kWarps) linear_blocks_kernel(Planes w, Ac
 #pragma unroll
     for (int t = 0; t < NT; ++t) sum[r][t] = 0.0f;
 
-  for (int64_t b = (warp % split) * 32 + lane; b < blocks; b += 32 * split) {
-    RawBlock<type> raw[R];
+  // With few activation rows there are registers to load the next blocks while these are computed.
+  constexpr bool kAhead = NT <= 2;
+  const int64_t step = 32 * split;
+  int64_t b = (warp % split) * 32 + lane;
+  RawBlock<type> raw[R];
+  if (b < blocks)
 #pragma unroll
     for (int r = 0; r < R; ++r) raw[r] = load_block<type>(w, base[r] + b);
+  if constexpr (type == DType::IQ2_XXS) {
+    for (int i = threadIdx.x; i < 256; i += 32 * kWarps) grid[i] = __ldg(w.grid + i);
+    __syncthreads();
+  }
+  for (; b < blocks; b += step) {
     Block block[R];
+    if constexpr (kAhead) {
+      RawBlock<type> next[R];
+      const int64_t ahead = b + step < blocks ? b + step : b;
 #pragma unroll
-    for (int r = 0; r < R; ++r) block[r] = decode_block<type>(raw[r], b, grid);
+      for (int r = 0; r < R; ++r) next[r] = load_block<type>(w, base[r] + ahead);
+#pragma unroll
+      for (int r = 0; r < R; ++r) block[r] = decode_block<type>(raw[r], b, grid);
+#pragma unroll
+      for (int r = 0; r < R; ++r) raw[r] = next[r];
+    } else {
+#pragma unroll
+      for (int r = 0; r < R; ++r) block[r] = decode_block<type>(raw[r], b, grid);
+      if (b + step < blocks)
+#pragma unroll
+        for (int r = 0; r < R; ++r) raw[r] = load_block<type>(w, base[r] + b + step);
+    }
 #pragma unroll
     for (int t = 0; t < NT; ++t) {
       const int64_t at = in[t] * x.blocks + column + b;
@@ -160,13 +188,13 @@ inline int width_of(int64_t T) {
 
 inline dim3 grid_of(const LinearArgs& p, int split, int width) {
   const int64_t per_block = kWarps / split * kRowsPerWarp;
-  const int64_t columns = p.items ? p.n_items : (p.T + width - 1) / width;
+  const int64_t columns = p.n_items ? p.n_items : (p.T + width - 1) / width;
   return {static_cast<unsigned>(columns), static_cast<unsigned>((p.rows + per_block - 1) / per_block), 1};
 }
 
 template <DType type>
 void launch_blocks(cudaStream_t stream, const Planes& w, const Activations& x, const LinearArgs& p) {
-  const int split = split_of(p.rows, p.cols / 32), width = p.items ? p.width : width_of(p.T);
+  const int split = split_of(p.rows, p.cols / 32, p.n_items > 0), width = p.n_items ? p.width : width_of(p.T);
   const dim3 grid = grid_of(p, split, width);
   switch (width) {
     case 1:

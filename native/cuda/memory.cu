@@ -46,6 +46,7 @@ Device::~Device() {
 DeviceBuffer::DeviceBuffer(const Device& device, size_t bytes, Kind kind)
     : bytes_(bytes), stream_(device.stream()), kind_(kind) {
   if (bytes == 0) return;
+  if (device.recording()) throw std::runtime_error("memory was asked for while a step is recorded");
   device.enter();
   if (kind == Pooled)
     DS4_CUDA(cudaMallocAsync(&data_, bytes, device.pool(), stream_));
@@ -154,24 +155,47 @@ void StepInputs::reset() {
   used_ = 0;
 }
 
+void StepInputs::grow(size_t bytes) {
+  if (used_ + bytes <= host_.bytes()) return;
+  // What was handed out stays valid until the step's end; a larger area starts afresh.
+  const size_t larger = 2 * (host_.bytes() + bytes);
+  outgrown_host_.push_back(std::move(host_));
+  outgrown_.push_back(std::move(memory_));
+  host_ = PinnedBuffer(larger);
+  memory_ = DeviceBuffer(device_, larger, DeviceBuffer::Pooled);
+  entries_.clear();
+  used_ = 0;
+  ++generation_;
+}
+
+const void* StepInputs::stage_bytes(const void* key, const void* data, size_t bytes) {
+  require(used_ + bytes <= host_.bytes(), "too many inputs to stage");
+  if (bytes > 0) std::memcpy(host_.data() + used_, data, bytes);
+  entries_.push_back({used_, bytes, key});
+  const void* at = memory_.as() + used_;
+  used_ += (bytes + 255) / 256 * 256;
+  return at;
+}
+
+void StepInputs::send_staged() {
+  if (used_ == 0) return;
+  DS4_CUDA(cudaMemcpyAsync(memory_.as(), host_.data(), used_, cudaMemcpyHostToDevice, device_.stream()));
+  copied_.record(device_.stream());
+}
+
 const void* StepInputs::upload_bytes(const void* data, size_t bytes) {
   for (const Entry& e : entries_)
-    if (e.bytes == bytes && std::memcmp(host_.data() + e.offset, data, bytes) == 0) return memory_.as() + e.offset;
-  if (used_ + bytes > host_.bytes()) {
-    // What was handed out stays valid until the step's end; a larger area starts afresh.
-    const size_t larger = 2 * (host_.bytes() + bytes);
-    outgrown_host_.push_back(std::move(host_));
-    outgrown_.push_back(std::move(memory_));
-    host_ = PinnedBuffer(larger);
-    memory_ = DeviceBuffer(device_, larger, DeviceBuffer::Pooled);
-    entries_.clear();
-    used_ = 0;
-  }
+    if (e.bytes == bytes && e.key == data && data) return memory_.as() + e.offset;
+  if (device_.recording()) throw std::runtime_error("an input that was not staged while a step is recorded");
+  for (const Entry& e : entries_)
+    if (!e.key && e.bytes == bytes && std::memcmp(host_.data() + e.offset, data, bytes) == 0)
+      return memory_.as() + e.offset;
+  grow(bytes);
   std::memcpy(host_.data() + used_, data, bytes);
   DS4_CUDA(
       cudaMemcpyAsync(memory_.as() + used_, host_.data() + used_, bytes, cudaMemcpyHostToDevice, device_.stream()));
   copied_.record(device_.stream());
-  entries_.push_back({used_, bytes});
+  entries_.push_back({used_, bytes, nullptr});
   const void* at = memory_.as() + used_;
   used_ += (bytes + 255) / 256 * 256;
   return at;

@@ -42,6 +42,9 @@ class Device {
   void synchronize() const { DS4_CUDA(cudaStreamSynchronize(stream_)); }
   const std::string& name() const { return name_; }
   int multiprocessors() const { return multiprocessors_; }
+  // While the stream's work is recorded, no memory may come or go and no host array may be uploaded.
+  bool recording() const { return recording_; }
+  void set_recording(bool on) { recording_ = on; }
 
  private:
   int index_;
@@ -49,6 +52,7 @@ class Device {
   cudaMemPool_t pool_ = nullptr;
   std::string name_;
   int multiprocessors_ = 0;
+  bool recording_ = false;
 };
 
 // Owns device memory. `Pooled` buffers come and go in stream order; the others are for weights, which stay.
@@ -141,10 +145,23 @@ class Workspace {
 };
 
 // Small host arrays that the operations of a step read. Equal contents are uploaded once per step; `constant`, once.
+// `stage` lays out what a step is known to need, before its operations: after `reset`, arrays of the same sizes get the
+// same addresses until `generation` changes, whatever they hold.
 class StepInputs {
  public:
   explicit StepInputs(const Device& device);
   void reset();
+  // `key`: what upload will be asked for; `values`: what it gets.
+  template <class T>
+  const T* stage(const void* key, std::span<const T> values) {
+    return static_cast<const T*>(stage_bytes(key, values.data(), values.size_bytes()));
+  }
+  void send_staged();
+  // The keys mean nothing from here on: their memory may hold something else.
+  void end_staging() {
+    for (Entry& e : entries_) e.key = nullptr;
+  }
+  uint64_t generation() const { return generation_; }
   template <class T>
   const T* upload(std::span<const T> values) {
     return static_cast<const T*>(upload_bytes(values.data(), values.size_bytes()));
@@ -157,12 +174,15 @@ class StepInputs {
  private:
   struct Entry {
     size_t offset, bytes;
+    const void* key;  // of a staged array
   };
   struct Constant {
     std::vector<std::byte> host;
     DeviceBuffer device;
   };
+  const void* stage_bytes(const void* key, const void* data, size_t bytes);
   const void* upload_bytes(const void* data, size_t bytes);
+  void grow(size_t bytes);
   const void* constant_bytes(const void* data, size_t bytes);
 
   const Device& device_;
@@ -173,6 +193,7 @@ class StepInputs {
   std::vector<Entry> entries_;
   std::vector<Constant> constants_;
   size_t used_ = 0;
+  uint64_t generation_ = 0;
   Event copied_;
 };
 

@@ -139,18 +139,22 @@ void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down
           "moe shapes");
   if (pairs == 0) return;
   // The more rows, the more of them an expert sees; results do not depend on the width.
-  const int at_once = x.n == 1 ? 1 : x.n <= 16 ? 2 : x.n <= 64 ? 4 : 8;
-  const int64_t n_items = std::min(pairs, pairs / at_once + n_experts);
-  auto* items = context.workspace.get<ExpertItem>(Workspace::Plan, n_items + (pairs + 2) / 3);
-  auto* order = reinterpret_cast<int32_t*>(items + n_items);
-  plan_experts<<<1, kMostExperts, 0, context.device.stream()>>>(routing.experts, static_cast<int>(pairs),
-                                                                static_cast<int>(n_experts), at_once, items,
-                                                                static_cast<int>(n_items), order);
-  DS4_CUDA(cudaGetLastError());
-
   LinearArgs args;
-  args.items = items;
-  args.order = order;
+  const bool apart = x.n <= 16;  // few pairs share an expert
+  const int at_once = apart ? 1 : x.n <= 64 ? 4 : 8;
+  const int64_t n_items = apart ? pairs : std::min(pairs, pairs / at_once + n_experts);
+  if (apart) {
+    args.experts = routing.experts;
+  } else {
+    auto* items = context.workspace.get<ExpertItem>(Workspace::Plan, n_items + (pairs + 2) / 3);
+    auto* order = reinterpret_cast<int32_t*>(items + n_items);
+    plan_experts<<<1, kMostExperts, 0, context.device.stream()>>>(routing.experts, static_cast<int>(pairs),
+                                                                  static_cast<int>(n_experts), at_once, items,
+                                                                  static_cast<int>(n_items), order);
+    DS4_CUDA(cudaGetLastError());
+    args.items = items;
+    args.order = order;
+  }
   args.n_items = n_items;
   args.width = at_once;
   args.per_row = static_cast<int32_t>(routing.k);

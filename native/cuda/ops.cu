@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <tuple>
 
 #include "cuda/attention.h"
 #include "cuda/context.h"
@@ -55,12 +57,31 @@ __global__ void rope_store_kernel(float* qkv, int64_t stride, const float* table
     store_element(row, static_cast<int64_t>(kv_head) * dim + i, to.type, x[i]);
 }
 
+// The operations of a step, instantiated; empty for a shape that was seen once.
+struct StepGraph {
+  StepGraph() = default;
+  StepGraph(StepGraph&&) = delete;
+  ~StepGraph() {
+    if (exec) cudaGraphExecDestroy(exec);
+  }
+  cudaGraphExec_t exec = nullptr;
+  bool unfit = false;
+  Tensor result;
+};
+
+// Steps of more rows gain nothing from a graph.
+constexpr size_t kGraphRows = 32;
+constexpr size_t kMostGraphs = 64;
+
 class CudaOps final : public Ops {
  public:
   explicit CudaOps(const CudaOptions& options)
       : context_(options.device, options.synthetic_weights), latent_(make_latent_ops(context_)) {}
 
-  ~CudaOps() override { context_.device.enter(); }
+  ~CudaOps() override {
+    context_.device.enter();
+    forget_graphs();
+  }
 
   std::string name() const override { return "cuda (" + context_.device.name() + ")"; }
 
@@ -104,6 +125,34 @@ class CudaOps final : public Ops {
     DS4_CUDA(cudaMemcpy2DAsync(to.data, static_cast<size_t>(to.stride) * sizeof(float), from, row, row,
                                static_cast<size_t>(to.n), cudaMemcpyHostToDevice, context_.device.stream()));
     context_.device.synchronize();
+  }
+
+  int64_t horizon(std::span<const RowRef> rows) const override { return Context::horizon(rows); }
+
+  // The first step of a shape runs as it is, which makes all memory it needs; the second is recorded, later ones are
+  // replayed on the inputs that begin_step puts in their places.
+  Tensor run(const StepInput& step, const std::function<Tensor()>& forward) override {
+    context_.device.enter();
+    if (step.rows.empty() || step.rows.size() > kGraphRows) return forward();
+    context_.begin_step(step);
+    struct End {
+      Context& context;
+      ~End() { context.end_step(); }
+    } const end{context_};
+    if (graphs_generation_ != context_.generation() || graphs_.size() > kMostGraphs) forget_graphs();
+    const auto [at, fresh] =
+        graphs_.try_emplace({step.model, step.rows.size(), step.wanted.size(), horizon(step.rows)});
+    if (fresh) {
+      const Tensor out = forward();
+      if (graphs_generation_ != context_.generation()) forget_graphs();
+      graphs_.try_emplace({step.model, step.rows.size(), step.wanted.size(), horizon(step.rows)});
+      return out;
+    }
+    StepGraph& graph = at->second;
+    if (!graph.exec && !graph.unfit) record(graph, forward);
+    if (graph.unfit) return forward();
+    DS4_CUDA(cudaGraphLaunch(graph.exec, stream()));
+    return graph.result;
   }
 
   void embed(const Weight& table, std::span<const int32_t> ids, Tensor out) override {
@@ -177,8 +226,7 @@ class CudaOps final : public Ops {
                 out.dim == q.dim && q_heads % kv_heads == 0,
             "attention shapes");
     if (q.n == 0) return;
-    int64_t longest = 0;
-    for (const RowRef& r : rows) longest = std::max<int64_t>(longest, r.position + 1);
+    const int64_t longest = horizon(rows) + 1;
     const DeviceState& state = Context::state(rows.front());
     paged_attention(context_.device, q, context_.rows(rows), longest, state.place(kv.k), state.place(kv.v), q_heads,
                     kv_heads, head_dim, scale, context_.workspace, out);
@@ -206,8 +254,40 @@ class CudaOps final : public Ops {
     return vector_of(*norm->gain, dim, "norm shape");
   }
 
+  void record(StepGraph& graph, const std::function<Tensor()>& forward) {
+    cudaGraph_t recorded = nullptr;
+    DS4_CUDA(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
+    context_.device.set_recording(true);
+    try {
+      graph.result = forward();
+    } catch (const std::runtime_error&) {
+      graph.unfit = true;  // it runs operation by operation, where an error of its own shows
+    } catch (...) {
+      context_.device.set_recording(false);
+      cudaStreamEndCapture(stream(), &recorded);
+      if (recorded) cudaGraphDestroy(recorded);
+      throw;
+    }
+    context_.device.set_recording(false);
+    const cudaError_t ended = cudaStreamEndCapture(stream(), &recorded);
+    if (ended == cudaSuccess && !graph.unfit && cudaGraphInstantiate(&graph.exec, recorded, 0) != cudaSuccess)
+      graph.exec = nullptr;
+    if (!graph.exec) graph.unfit = true;
+    if (recorded) cudaGraphDestroy(recorded);
+    cudaGetLastError();
+  }
+
+  void forget_graphs() {
+    context_.device.synchronize();
+    graphs_.clear();
+    graphs_generation_ = context_.generation();
+  }
+
   Context context_;
   std::unique_ptr<LatentOps> latent_;
+  // By model, rows, wanted rows and horizon.
+  std::map<std::tuple<uint64_t, size_t, size_t, int64_t>, StepGraph> graphs_;
+  uint64_t graphs_generation_ = 0;
   PinnedBuffer staging_;
 };
 

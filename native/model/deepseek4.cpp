@@ -244,13 +244,13 @@ class DeepSeek4 final : public Model {
     for (size_t l = 0; l < layers_.size(); ++l) {
       if (batch.probe) batch.probe(static_cast<int64_t>(l), a.streams);
       const LayerWeights& w = layers_[l];
-      latent_->hc_in(hyper(w.hc_attn_fn, w.hc_attn_base, w.hc_attn_scale), a.streams, a.x, a.mix);
-      ops_->rms_norm(a.x, norm(w.attn_norm), a.x);
+      latent_->hc_in_norm(*ops_, hyper(w.hc_attn_fn, w.hc_attn_base, w.hc_attn_scale), a.streams, norm(w.attn_norm),
+                          a.x, a.mix);
       attention(w, states_[l], s.ratios[l], batch.rows, a);
       latent_->hc_out(a.out, a.mix, s.streams, a.streams);
 
-      latent_->hc_in(hyper(w.hc_ffn_fn, w.hc_ffn_base, w.hc_ffn_scale), a.streams, a.x, a.mix);
-      ops_->rms_norm(a.x, norm(w.ffn_norm), a.x);
+      latent_->hc_in_norm(*ops_, hyper(w.hc_ffn_fn, w.hc_ffn_base, w.hc_ffn_scale), a.streams, norm(w.ffn_norm), a.x,
+                          a.mix);
       experts(w, batch.ids, a);
       latent_->hc_out(a.out, a.mix, s.streams, a.streams);
     }
@@ -488,10 +488,7 @@ class DeepSeek4 final : public Model {
   bool select(const LayerWeights& w, const LayerState& at, std::span<const RowRef> rows, const Tensor& rope,
               Activations& a, Selection& selection) {
     const Shape& s = shape_;
-    const bool any = std::any_of(rows.begin(), rows.end(), [&](const RowRef& row) {
-      return (static_cast<int64_t>(row.position) + 1) / 4 > s.index_top_k;
-    });
-    if (!any) return false;
+    if ((ops_->horizon(rows) + 1) / 4 <= s.index_top_k) return false;
     ops_->linear(*w.index_q, a.q_low, nullptr, nullptr, a.index_q);  // [T, index heads * index dim]
     latent_->rope_tail(a.index_q, rope, s.index_heads, false);
     if (s.rounding) latent_->round_rows(a.index_q, s.index_heads, RowRounding::HadamardFp4, s.rotated);

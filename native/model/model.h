@@ -4,6 +4,7 @@
 // it beyond this interface.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -32,6 +33,8 @@ class Model {
  public:
   virtual ~Model() = default;
 
+  // Different for every model of this process, for whatever a backend remembers of one.
+  uint64_t serial() const { return serial_; }
   virtual std::string family() const = 0;
   virtual int64_t vocab() const = 0;
   virtual int64_t layers() const = 0;
@@ -50,7 +53,16 @@ class Model {
   // Logits [wanted, vocab] in the backend's scratch memory: valid until the next forward. Each row's K and V (and
   // whatever else the family keeps) is in its session's state afterwards. The states have room for the rows.
   virtual Tensor forward(const Batch& batch) = 0;
+
+ private:
+  inline static std::atomic<uint64_t> created_ = 0;
+  const uint64_t serial_ = ++created_;
 };
+
+// model.forward(batch) by way of Ops::run; `batch` has no probe.
+inline Tensor run_step(Ops& ops, Model& model, const Batch& batch) {
+  return ops.run({model.serial(), batch.ids, batch.rows, batch.wanted}, [&] { return model.forward(batch); });
+}
 
 // Whether buffers that have held up to `longest` tokens still hold all that a session cut to `to` tokens goes on from.
 // Append buffers always do, rings as far as they reach back, recurrent buffers never (but for nothing at all).
