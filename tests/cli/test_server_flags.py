@@ -11,6 +11,7 @@ from ds4.cli.server import SERVER_FLAGS, TOPICS, main, read_config
 from ds4.engine.types import EngineConfig, SamplingParams
 from ds4.errors import ConfigError
 from ds4.server.config import ServerConfig
+from ds4.server.kvpolicy import KvConfig
 
 
 def test_defaults_are_those_of_the_dataclasses() -> None:
@@ -164,3 +165,18 @@ def test_long_names_wrap() -> None:
 def test_loopback() -> None:
     hosts = {"127.0.0.1": True, "localhost": True, "::1": True, "[::1]": True, "0.0.0.0": False, "box": False}
     assert {host: ServerConfig(host=host).loopback for host in hosts} == hosts
+
+
+def test_checkpoints_on_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_config([], {}).kv is None
+    assert read_config(["--kv-cache-min-tokens", "100"], {}).kv is None, "nothing without a directory"
+    kv = read_config(["--kv-disk-dir", "/d"], {}).kv
+    assert kv == KvConfig(Path("/d"), 4096 << 20, 512, 30000, 10000, 32, 2048, False)
+    kv = read_config(
+        ["--kv-disk-dir", "/d", "--kv-disk-space-mb", "7", "--kv-disk-read-only", "--kv-cache-cold-max-tokens", "0"],
+        {"DS4_KV_CACHE_BOUNDARY_ALIGN_TOKENS": "0"},
+    ).kv
+    assert kv == KvConfig(Path("/d"), 7 << 20, cold_max=0, boundary_align=0, read_only=True)
+    assert main(["--kv-disk-dir", "/d", "--kv-cache-cold-max-tokens", "100"]) == 2
+    assert "expected 0 or at least the minimum of 512, got 100" in capsys.readouterr().err
+    assert main(["--kv-cache-min-tokens", "0"]) == 2

@@ -14,7 +14,7 @@ import pytest
 from ds4.errors import CheckpointError
 from ds4.prompt.registry import SYNTAXES
 from ds4.prompt.types import Conversation, Message
-from ds4.server import kvfile
+from ds4.server import kvfile, kvstore
 from ds4.server.checkpoints import Checkpoints
 from ds4.server.generation import Job
 from ds4.server.keys import markers_of
@@ -199,6 +199,36 @@ def test_two_reasons_one_file(machines: Any) -> None:
     machine.ask([Message("user", "x" * 600)], max_tokens=1)
     assert machine.reasons() == ["cold"]
     assert machine.driver.scheduler.slots[0].last_store == 512
+
+
+def test_room_for_a_new_conversation(machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three files fill the budget, each used twice; the fourth is due for two reasons at one place: one write, and it
+    stays as long as its request runs; at no moment is more on disk than the budget."""
+    machine = machines(slots=1, budget_bytes=13_500, boundary_trim=0, boundary_align=512, continued_interval=512)
+    sizes: list[int] = []
+    written: list[str] = []
+    create = kvstore.create
+
+    def watched(path: Path) -> BinaryIO:
+        written.append(path.name[:40])
+        sizes.append(sum(p.stat().st_size for p in machine.directory.glob("*.kv")))
+        return create(path)
+
+    monkeypatch.setattr(kvstore, "create", watched)
+    talks = [[Message("user", f"{name} " * 300)] for name in ("a", "b", "c", "d")]
+    for _ in range(3):
+        for talk in talks[:3]:
+            machine.ask(list(talk), max_tokens=1)
+            machine.store.flush()
+    written.clear()
+    job = machine.ask(talks[3], max_tokens=1)
+    machine.store.flush()
+    key = machine.engine.tokenizer.key_bytes_of_ids(job.prompt[:512].tolist())
+    assert written.count(kvstore.sha1_hex(key)) <= 1
+    if written.count(kvstore.sha1_hex(key)):
+        found = machine.store.find(job.query.key)
+        assert found is not None and found.name == kvstore.sha1_hex(key)
+    assert max(sizes) <= 13_500
 
 
 def test_short_conversations_leave_nothing(machines: Any) -> None:

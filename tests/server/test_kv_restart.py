@@ -1,8 +1,14 @@
-"""Checkpoints of the demo model behind the whole server: a restart costs no prefill and changes no answer."""
+"""Checkpoints of real models behind the whole server: a restart costs no prefill and changes no answer.
+
+The demo model, and a small DeepSeek V4 where `DS4_TEST_MODELS` names the folder with `v4-nano/`: its state has rings,
+which cannot be cut far back.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +26,22 @@ ENGINE = EngineConfig(ctx=1024, slots=1, threads=2)
 SYSTEM = "You are a helpful assistant for a small library. " + "Books are lent for four weeks. " * 12
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    try:
-        demo_model_path()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    engine = Engine.open(ENGINE)
+V4_NANO = Path(os.environ.get("DS4_TEST_MODELS", "")) / "v4-nano" / "v4-nano-q8_0.gguf"
+
+
+@pytest.fixture(scope="module", params=["demo", "v4-nano"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    config = ENGINE
+    if request.param == "v4-nano":
+        if not V4_NANO.is_file():
+            pytest.skip("DS4_TEST_MODELS names no folder with v4-nano")
+        config = replace(ENGINE, model=V4_NANO)
+    else:
+        try:
+            demo_model_path()
+        except ConfigError as error:
+            pytest.skip(str(error))
+    engine = Engine.open(config)
     yield engine
     engine.close()
 
@@ -34,7 +49,7 @@ def engine() -> Iterator[Engine]:
 class Server(RunningServer):
     def ask(self, messages: list[dict[str, Any]]) -> tuple[str, dict[str, int]]:
         """The greedy answer and how much of the prompt was cached."""
-        body = {"messages": messages, "temperature": 0, "max_tokens": 24}
+        body = {"messages": messages, "temperature": 0, "max_tokens": 24, "reasoning_effort": "none"}
         answer = self.http.post("/v1/chat/completions", json=body, timeout=120).json()
         usage = answer["usage"]
         return answer["choices"][0]["message"]["content"], {
@@ -45,7 +60,7 @@ class Server(RunningServer):
 
 def serve(engine: Engine, directory: Path | None) -> Server:
     kv = None if directory is None else KvConfig(directory, min_tokens=64)
-    return Server(engine, ServerConfig(engine=ENGINE, port=0, kv=kv))
+    return Server(engine, ServerConfig(engine=engine.config, port=0, kv=kv))
 
 
 def talk(*turns: str) -> list[dict[str, Any]]:
