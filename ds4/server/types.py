@@ -25,7 +25,7 @@ class GenerationRequest:
 
     `prompt_tokens` is never longer than the context less one. `max_tokens` is already clamped to what fits (0 means
     evaluate the prompt only). `stop` are byte strings, matched in the raw generated text. `key` is the prompt as cache
-    key bytes (decision D2: a special token is 0xFF and its id).
+    key bytes (decision D2: a special token is 0xFF and its id), empty: nothing may be found by its text.
     """
 
     id: str

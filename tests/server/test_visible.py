@@ -228,3 +228,20 @@ def test_the_key_is_a_prefix_of_what_the_next_request_renders(seed: int) -> None
         assert whole[len(key) :].startswith(b"\xff" + end.to_bytes(4, "little"))
         text = b"".join(engine.tokenizer.token_bytes(t) for t in tokens_of_key(engine.tokenizer, key) or [])
         assert text.endswith((CALL if answer.calls else answer.content).encode())
+
+
+def test_tokens_that_imitate_a_prompt_are_not_found_by_their_text() -> None:
+    """A prompt of raw token ids whose bytes are those of a key with special tokens."""
+    talk = Talk(f"{THOUGHT}</think>Good day.")
+    prompt = asyncio.run(talk.preparer.prompt(Conversation((USER,))))
+    imitation = talk.preparer.token_prompt(list(prompt.key))
+    assert talk.engine.tokenizer.key_bytes_of_ids(imitation.tokens) == prompt.key
+    assert imitation.key == b""
+    request = talk.preparer.request(
+        "id", "completions", "m", imitation, None, SamplingParams(temperature=0), Limits(), param=None
+    )
+    talk.driver.scheduler.submit(request)
+    talk.driver.run()
+    slot = talk.driver.scheduler.slots[0]
+    assert slot.text is None and slot.asked is None
+    assert talk.reuse(talk.ask(USER)) == ("none", 0)

@@ -16,7 +16,7 @@ from ds4.engine.types import EngineLike, SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.registry import syntax_of
 from ds4.prompt.types import Conversation, RenderedPrompt
-from ds4.server.keys import visible_key
+from ds4.server.keys import key_of_tokens, visible_key
 from ds4.server.types import Dialect, GenerationRequest
 
 _INLINE_CHARACTERS = 4096
@@ -76,7 +76,11 @@ class Preparer:
         return self._of_tokens(text.decode("utf-8", "replace"), tokens)
 
     def _of_tokens(self, text: str, tokens: list[int]) -> Prompt:
-        return Prompt(RenderedPrompt((text,)), tuple(tokens), self._tokenizer.key_bytes_of_ids(tokens))
+        return Prompt(RenderedPrompt((text,)), tuple(tokens), self._key(tokens))
+
+    def _key(self, tokens: list[int]) -> bytes:
+        """The key of a prompt that came as tokens; empty when it could be taken for another prompt's."""
+        return key_of_tokens(self._tokenizer, tokens) or b""
 
     async def prompt(self, conversation: Conversation) -> Prompt:
         if _characters(conversation) <= _INLINE_CHARACTERS:
@@ -87,7 +91,7 @@ class Preparer:
         rendered = self.renderer.render(conversation)
         if self._specials_in_text:
             tokens = self._tokenizer.encode_with_specials(rendered.text)
-            return Prompt(rendered, tuple(tokens), self._tokenizer.key_bytes_of_ids(tokens))
+            return Prompt(rendered, tuple(tokens), self._key(tokens))
         tokens = self._tokenizer.encode_segments(rendered.segments)
         return Prompt(rendered, tuple(tokens), self._tokenizer.key_bytes(rendered.segments))
 
