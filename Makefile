@@ -7,15 +7,22 @@ PORT   ?= 8000
 SLOTS  ?= 16
 ARGS   ?=
 
+# The CUDA backend takes minutes to compile: DS4_CUDA=1 builds it too, where nvcc is installed.
+export DS4_CUDA ?= 0
 SOURCES = $(wildcard ds4/*.pyx ds4/*.pxi native/*.h native/*/*.h native/*/*.cpp) setup.py pyproject.toml
 STAMP   = $(VENV)/.built
+ifneq ($(DS4_CUDA),0)
+SOURCES += $(wildcard native/cuda/*.cu)
+STAMP   = $(VENV)/.built-cuda
+endif
 TESTED  = $(VENV)/.test-deps
 
-.PHONY: serve test lint test-sanitize clean help
+.PHONY: serve test lint cuda-check test-sanitize clean help
 
 help:
 	@echo "make serve          build, fetch the demo model, start ds4-server on $(HOST):$(PORT) with $(SLOTS) slots"
 	@echo "make test           build, lint, run the tests, the fuzz targets and the sanitized tests"
+	@echo "make cuda-check     compile some CUDA sources, where nvcc is installed; DS4_CUDA=1 builds the backend"
 	@echo "make test-sanitize  the native and Cython tests under ASan and UBSan"
 	@echo "make fuzz           the fuzz targets, FUZZ_SECONDS=60 in all"
 	@echo "make clean          remove .venv and build products"
@@ -44,7 +51,17 @@ lint: $(TESTED)
 	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*.h native/*/*.h native/*/*.cpp)
 	$(BIN)/mypy
 
-test: lint
+# Host code, headers and kernels of the CUDA backend still compile: a few small files stand for all.
+CUDA_ARCH   ?= 90a
+CUDA_CHECKS  = devices attention
+cuda-check:
+	@if ! command -v nvcc >/dev/null; then echo "cuda-check: skipped, nvcc is not installed"; else \
+	  mkdir -p build/cuda-check && for name in $(CUDA_CHECKS); do \
+	    nvcc -std=c++20 -fmad=false --expt-relaxed-constexpr -I native -c native/cuda/$$name.cu \
+	      -gencode=arch=compute_$(CUDA_ARCH),code=sm_$(CUDA_ARCH) -o build/cuda-check/$$name.o || exit 1; \
+	  done && echo "cuda-check: $(CUDA_CHECKS) compile for sm_$(CUDA_ARCH)"; fi
+
+test: lint cuda-check
 	$(BIN)/pytest
 	$(MAKE) fuzz test-sanitize
 

@@ -1,4 +1,4 @@
-"""Types of the CPU backend's extension module; one section per native room."""
+"""Types of the CPU backend's extension module, and of `ds4._cuda` (see there); one section per native room."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ NativeTensor = tuple[memoryview, tuple[int, ...], int] | tuple[memoryview, tuple
 """(bytes, shape, type id), or with the E8M0 scales of a matrix of type F8_E4M3 or F4 as the fourth item."""
 
 class Backend:
-    """A device with its operations: "cpu" (kernels for this machine) or "reference" (slow scalar oracle).
+    """A device with its operations: "cpu" (kernels for this machine), in `ds4._cuda` "cuda" (the first GPU), in both
+    "reference" (slow scalar oracle).
 
     `threads` 0 is one per usable core; `isa` caps the instruction set. With `faulty` the backend fails on demand.
     Raises Unsupported.
@@ -53,6 +54,10 @@ class Backend:
     def name(self) -> str: ...
     @property
     def scratch_bytes(self) -> int: ...
+    @property
+    def free_device_memory(self) -> int | None:
+        """Bytes that can still be allocated on the device; None where the backend computes in host memory."""
+
     def fail_after(self, operations: int) -> None:
         """The operation after so many more fails, once; negative: never. Raises ValueError without `faulty`."""
 

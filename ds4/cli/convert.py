@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ds4.cli.terminal import work_bar
 from ds4.convert.convert import convert
 from ds4.convert.encode import ENCODABLE
 from ds4.convert.gguf_out import Progress as Report
@@ -43,14 +44,6 @@ def run(args: argparse.Namespace) -> int:
 
 def with_progress(write: Callable[[Report | None], int], target: Path) -> None:
     """Runs a writer under a bar on a terminal's standard error; says what was written."""
-    if not sys.stderr.isatty():
-        size = write(None)
-    else:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-        columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=None)
-            size = write(lambda done, total: bar.update(task, completed=done, total=total))
+    with work_bar(in_bytes=True) as bar:
+        size = write(bar)
     print(f"{target}: {size} bytes", file=sys.stderr)

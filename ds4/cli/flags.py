@@ -116,8 +116,16 @@ ENGINE_FLAGS = (
         path,
         shown="the SmolLM2 demo model",
     ),
-    Flag(("--backend",), "backend", "auto, cpu, reference", "NAME", choice("auto", "cpu", "reference"), "auto"),
+    Flag(
+        ("--backend",),
+        "backend",
+        "auto (a GPU where there is one), cpu, cuda, reference",
+        "NAME",
+        choice("auto", "cpu", "cuda", "reference"),
+        "auto",
+    ),
     Flag(("--cpu",), "backend", "same as --backend cpu", stores="cpu"),
+    Flag(("--cuda",), "backend", "same as --backend cuda", stores="cuda"),
     Flag(
         ("--ctx", "-c"),
         "ctx",
@@ -140,7 +148,7 @@ ENGINE_FLAGS = (
     Flag(
         ("--isa",),
         "isa",
-        "best instruction set to use: auto, avx512, avx2, scalar",
+        "best instruction set of the CPU to use: auto, avx512, avx2, scalar",
         "NAME",
         choice("auto", "avx512", "avx2", "scalar"),
         "auto",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ds4.cli.terminal import work_bar
 from ds4.engine.engine import Engine
 from ds4.engine.types import EngineConfig
 from ds4.errors import ConfigError
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
         isa=args.isa,
         kv_qat=args.kv_qat == "on",
     )
-    engine = Engine.open(config)
+    with work_bar("loading weights") as bar:
+        engine = Engine.open(config, bar)
     try:
         out = np.lib.format.open_memmap(args.out, mode="w+", dtype=np.float32, shape=(len(ids), engine.info.vocab_size))
         session = engine.new_session()

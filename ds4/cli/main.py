@@ -23,6 +23,7 @@ from ds4.cli.flags import (
     path,
 )
 from ds4.cli.program import run_program, version_line
+from ds4.cli.terminal import work_bar
 from ds4.engine.types import EngineConfig, SamplingParams
 from ds4.errors import ConfigError, ContextLengthError
 
@@ -119,7 +120,8 @@ def run_chat(config: ChatConfig) -> int:
     from ds4.engine.engine import Engine
     from ds4.prompt.registry import syntax_of
 
-    engine = Engine.open(config.engine)
+    with work_bar("loading weights") as bar:
+        engine = Engine.open(config.engine, bar)
     try:
         syntax = syntax_of(engine.info)
         chat = Chat(

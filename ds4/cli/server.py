@@ -23,6 +23,7 @@ from ds4.cli.flags import (
     parse_flags,
     path,
 )
+from ds4.cli.terminal import work_bar
 from ds4.engine.types import EngineConfig, SamplingParams
 from ds4.errors import ConfigError, Ds4Error
 from ds4.prompt.registry import TEMPLATES
@@ -276,7 +277,8 @@ async def _serve(config: ServerConfig) -> None:
     from ds4.server.app import App, check_address
 
     check_address(config.host, config.port)
-    engine = Engine.open(config.engine)
+    with work_bar("loading weights") as bar:
+        engine = Engine.open(config.engine, bar)
     try:
         app = App(engine, config)
         await app.start()

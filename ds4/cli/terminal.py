@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TextIO
@@ -83,6 +83,26 @@ class TerminalOutput:
             self._reasoning = False
         self._out.write("\n")
         self._out.flush()
+
+
+@contextmanager
+def work_bar(what: str = "", *, in_bytes: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on standard error for (done, total), gone when the work is; None where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns: list[progress.ProgressColumn] = [progress.TextColumn("{task.description}"), progress.BarColumn()]
+    if in_bytes:
+        columns += [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+    else:
+        columns.append(progress.TaskProgressColumn())
+    columns.append(progress.TimeRemainingColumn())
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def progress_line(done: int, total: int, seconds: float) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 NAMES = ("cpu", "cuda", "rocm", "metal")
 """In order of preference from last to first: "auto" takes the last usable one."""
@@ -23,12 +27,42 @@ def status(name: str) -> BackendStatus:
     if name not in NAMES:
         raise ValueError(f"unknown backend {name!r}; valid ones are: {', '.join(NAMES)}")
     if importlib.util.find_spec(f"ds4._{name}") is None:
-        return BackendStatus(name, False, f"this build has no ds4._{name} extension module")
-    if name == "cpu":
-        from ds4 import _cpu
+        detail = f"this build has no ds4._{name} extension module"
+        if name == "cuda":
+            detail += " (build with DS4_CUDA=1 where nvcc is installed)"
+        return BackendStatus(name, False, detail)
+    try:
+        module = importlib.import_module(f"ds4._{name}")
+    except ImportError as e:
+        return BackendStatus(name, False, f"ds4._{name} cannot be loaded: {e}")
+    return _cuda_status(module) if name == "cuda" else _cpu_status(module)
 
-        return BackendStatus(name, True, f"instruction sets here, best first: {', '.join(_cpu.cpu_isas())}")
-    return BackendStatus(name, False, f"ds4._{name} is built, but no device of it can be opened here")
+
+def _cpu_status(module: Any) -> BackendStatus:
+    return BackendStatus("cpu", True, f"instruction sets here, best first: {', '.join(module.cpu_isas())}")
+
+
+def _cuda_status(module: Any) -> BackendStatus:
+    """The first device is the one that computes: CUDA_VISIBLE_DEVICES chooses another."""
+    devices, why = module.devices()
+    speaks, built_with = module.runtime_versions()
+    if not devices:
+        return BackendStatus("cuda", False, f"no device: {why} (built with CUDA {built_with})")
+    described = []
+    for name, size, problem in devices:
+        described.append(f"{name}, {size / 2**30:.1f} GiB" + (f" (not usable: {problem})" if problem else ""))
+    driver = f"driver {_driver_version() or 'of unknown version'} for CUDA {speaks}, built with CUDA {built_with}"
+    return BackendStatus("cuda", not devices[0][2], f"{'; '.join(described)}; {driver}")
+
+
+def _driver_version(root: Path = Path("/")) -> str:
+    """Version of NVIDIA's kernel driver, "" where the system does not say."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
+    return match[0] if match else ""
 
 
 def print_backends() -> int:

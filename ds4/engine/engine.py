@@ -23,6 +23,7 @@ from ds4 import _cpu
 from ds4.engine.demo import demo_model_path
 from ds4.engine.memory import available_memory, check_plan
 from ds4.engine.model_file import HValue, ModelFile, open_model_file
+from ds4.engine.native import NativeModule, module_of, resolve
 from ds4.engine.sampler import new_sampler
 from ds4.engine.session import ModelHandle, Session
 from ds4.engine.types import (
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from ds4.engine.tensors import Tensor
     from ds4.engine.tokenizer import Tokenizer
 
-BACKENDS = ("cpu", "reference")
 _F16 = 1
 # The CPU backend keeps repacked weights with wider scales; what it really holds is known after loading.
 _REPACKED = 9 / 8
@@ -101,9 +101,12 @@ class Engine:
         file = open_model_file(demo_model_path() if config.model is None else config.model)
         if config.ctx == 0:
             config = dataclasses.replace(config, ctx=min(AUTO_CTX, file.hparams.integer("context_length", low=1)))
-        backend = _open_backend(config)
-        native = build_model(file, backend, kv_qat=config.kv_qat)
-        plan = plan_memory(file, native, config)
+        # An instruction set is a wish about the CPU.
+        kind = resolve("cpu" if config.backend == "auto" and config.isa != "auto" else config.backend)
+        module = module_of(kind)
+        backend = _open_backend(module, kind, config)
+        native = build_model(file, backend, kv_qat=config.kv_qat, module=module)
+        plan = plan_memory(file, native, config, backend.free_device_memory)
         if config.check_memory:
             check_plan(plan, config.ctx, native.state_bytes(0))
         tokenizer = file.tokenizer() if file.tokenizer_spec is not None else None
@@ -111,12 +114,12 @@ class Engine:
             _warm(file)
         try:
             native.load(progress)
-        except _cpu.Unsupported as e:
+        except module.Unsupported as e:
             raise UnsupportedModelError(file.path, *_where(file, str(e))) from None
         except ValueError as e:
             raise ModelFileError(file.path, *_where(file, str(e))) from None
         plan = dataclasses.replace(plan, weight_bytes=native.resident_bytes)
-        handle = ModelHandle(native, file.family, fingerprint(file, config.kv_qat), config.prefill_chunk)
+        handle = ModelHandle(native, file.family, fingerprint(file, config.kv_qat), config.prefill_chunk, module)
         return cls(config, file, backend, handle, tokenizer, plan)
 
     @property
@@ -160,7 +163,7 @@ class Engine:
         return Session(self._model, self._config.ctx if ctx is None else ctx)
 
     def new_sampler(self, params: SamplingParams) -> SamplerLike:
-        return new_sampler(params, self._vocab)
+        return new_sampler(params, self._vocab, self._model.module)
 
     def step(self, rows: Sequence[Row]) -> list[RowResult]:
         """Runs one forward pass over all rows and samples where asked; the GIL is released inside.
@@ -168,13 +171,13 @@ class Engine:
         Logits of a row do not depend on the other rows, bit for bit. On an engine failure every session of the step is
         cleared and EngineError raised; bad arguments (ValueError, ContextLengthError) change nothing.
         """
-        model = self._model.native
+        model, module = self._model.native, self._model.module
         native = []
         for row in rows:
             session, sampler = row.session, row.sampler
-            if not isinstance(session, Session):
+            if not isinstance(session, Session) or not isinstance(session.native, module.Session):
                 raise ValueError(f"a session of type {type(session).__name__} is not this engine's")
-            if sampler is not None and not isinstance(sampler, _cpu.Sampler):
+            if sampler is not None and not isinstance(sampler, module.Sampler):
                 raise ValueError(f"a sampler of type {type(sampler).__name__} is not this engine's")
             native.append((session.native, row.tokens, sampler, row.want_logits))
         results = model.step(native)
@@ -210,7 +213,7 @@ class Engine:
         tokenizer = self.tokenizer
         tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         params = params or SamplingParams()
-        sampler = new_sampler(params, self._vocab)
+        sampler = new_sampler(params, self._vocab, self._model.module)
         session = self.new_session()
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         try:
@@ -243,20 +246,21 @@ def _check_config(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value < low:
             raise ConfigError(f"{name} is {value}, it must be at least {low}")
+    if config.backend == "cuda" and (config.isa != "auto" or config.threads > 0):
+        raise ConfigError("isa and threads are the CPU backend's; the cuda backend has neither")
 
 
-def _open_backend(config: EngineConfig) -> _cpu.Backend:
-    kind = "cpu" if config.backend == "auto" else config.backend
-    if kind not in BACKENDS:
-        raise ConfigError(f"backend '{kind}' is not in this build, which has: {', '.join(BACKENDS)}")
+def _open_backend(module: NativeModule, kind: str, config: EngineConfig) -> _cpu.Backend:
     try:
-        return _cpu.Backend(kind, threads=config.threads, isa=config.isa)
-    except (_cpu.Unsupported, ValueError) as e:
+        return module.Backend(kind, threads=config.threads, isa=config.isa)
+    except (module.Unsupported, ValueError) as e:
         raise ConfigError(str(e)) from None
 
 
-def build_model(file: ModelFile, backend: _cpu.Backend, *, kv_qat: bool = True) -> _cpu.Model:
-    """The model of a file on a backend, all but the weights' values checked, nothing loaded.
+def build_model(
+    file: ModelFile, backend: _cpu.Backend, *, kv_qat: bool = True, module: NativeModule = _cpu
+) -> _cpu.Model:
+    """The model of a file on a backend of `module`, all but the weights' values checked, nothing loaded.
 
     `kv_qat` off leaves out the rounding of key rows that DeepSeek V4 was trained with; other families have none.
     Raises ModelFileError and UnsupportedModelError naming the key or tensor.
@@ -269,8 +273,8 @@ def build_model(file: ModelFile, backend: _cpu.Backend, *, kv_qat: bool = True) 
         params["kv_qat"] = kv_qat
     tensors = {name: _native_tensor(t) for name, t in file.tensors.items()}
     try:
-        return _cpu.Model(backend, file.family, params, tensors, kv_type=_F16)
-    except _cpu.Unsupported as e:
+        return module.Model(backend, file.family, params, tensors, kv_type=_F16)
+    except module.Unsupported as e:
         raise UnsupportedModelError(file.path, *_where(file, str(e))) from None
     except ValueError as e:
         raise ModelFileError(file.path, *_where(file, str(e))) from None
@@ -289,14 +293,22 @@ def _where(file: ModelFile, message: str) -> tuple[str, str]:
     return f"{file.family}.{match[1]}" if match[1] in file.hparams else match[1], match[2]
 
 
-def plan_memory(file: ModelFile, model: _cpu.Model, config: EngineConfig) -> MemoryPlan:
-    """What `config` needs with this model, estimated before anything is loaded."""
-    weights = sum(t.exact_nbytes for t in file.tensors.values()) * _REPACKED
+def plan_memory(
+    file: ModelFile, model: _cpu.Model, config: EngineConfig, free_device_memory: int | None = None
+) -> MemoryPlan:
+    """What `config` needs with this model, estimated before anything is loaded.
+
+    With `free_device_memory`, bytes, everything is to fit there; else in this machine's memory.
+    """
+    weights: float = sum(t.exact_nbytes for t in file.tensors.values())
     if config.backend == "reference":
         weights = 4 * file.n_params
+    elif free_device_memory is None:
+        weights *= _REPACKED
     per_session = model.state_bytes(config.ctx) + 4 * config.ctx + 4 * model.vocab
     workspace = model.workspace_bytes(config.prefill_chunk + config.slots, config.slots + 1) * _WORKSPACE
-    return MemoryPlan(int(weights), per_session, config.slots, int(workspace), available_memory())
+    room = available_memory() if free_device_memory is None else free_device_memory
+    return MemoryPlan(int(weights), per_session, config.slots, int(workspace), room, free_device_memory is not None)
 
 
 def _warm(file: ModelFile) -> None:

@@ -93,7 +93,7 @@ def check_plan(plan: MemoryPlan, ctx: int, state_fixed: int = 0) -> None:
     message = (
         f"The configuration needs {_gib(plan.total)}: weights {_gib(plan.weight_bytes)}, {plan.slots} sessions of "
         f"{ctx} tokens {_gib(plan.state_bytes * plan.slots)}, workspace {_gib(plan.workspace_bytes)}; available are "
-        f"{_gib(max(0, room))}."
+        f"{_gib(max(0, room))}{' of device memory' if plan.on_device else ''}."
     )
     left = room - plan.weight_bytes - plan.workspace_bytes
     slots = left // plan.state_bytes if plan.state_bytes else 0
@@ -111,6 +111,8 @@ def check_plan(plan: MemoryPlan, ctx: int, state_fixed: int = 0) -> None:
         message += " The weights alone do not fit: a smaller or more strongly quantised model is needed."
     else:
         message += " No number of slots with a context of 256 tokens or more would fit."
+    if plan.on_device:
+        message += " --backend cpu computes in this machine's memory."
     raise MemoryPlanError(message)
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import secrets
+from typing import TYPE_CHECKING
 
-from ds4._cpu import Sampler
+from ds4 import _cpu
 from ds4.engine.types import SamplingParams
 
-__all__ = ["Sampler", "new_sampler"]
+if TYPE_CHECKING:
+    from ds4.engine.native import NativeModule
+
+__all__ = ["new_sampler"]
 
 
-def new_sampler(params: SamplingParams, vocab: int) -> Sampler:
-    """A sampler for logits of shape [vocab]; it satisfies `ds4.engine.types.SamplerLike`.
+def new_sampler(params: SamplingParams, vocab: int, module: NativeModule = _cpu) -> _cpu.Sampler:
+    """A sampler for logits of shape [vocab], for steps of `module`; it satisfies `ds4.engine.types.SamplerLike`.
 
     Without a seed a fresh one is drawn from the system. Any integer is a seed; its low 64 bits count. Raises
     ValueError naming the parameter, its value and what is allowed.
     """
     seed = secrets.randbits(64) if params.seed is None else params.seed & (2**64 - 1)
-    return Sampler(
+    return module.Sampler(
         vocab=vocab,
         temperature=params.temperature,
         top_k=params.top_k,

@@ -18,17 +18,22 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from ds4.engine.native import NativeModule
     from ds4.engine.types import CancelCheck, Progress, SessionLike
 
 
 @dataclass(frozen=True, slots=True)
 class ModelHandle:
-    """What sessions need of their model. `fingerprint` identifies the weights in saved sessions."""
+    """What sessions need of their model. `fingerprint` identifies the weights in saved sessions.
+
+    `module` is the extension module that `native` is a class of.
+    """
 
     native: _cpu.Model
     family: str
     fingerprint: str
     prefill_chunk: int
+    module: NativeModule = _cpu
 
 
 class Session:
@@ -39,7 +44,7 @@ class Session:
 
     def __init__(self, model: ModelHandle, ctx: int) -> None:
         self._model = model
-        self._native: _cpu.Session | None = _cpu.Session(model.native, ctx)
+        self._native: _cpu.Session | None = model.module.Session(model.native, ctx)
         self._ctx = ctx
         self.last_used = time.monotonic()
 

@@ -32,7 +32,8 @@ AUTO_CTX = 32768
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How to open a model. `model` None means the demo model (`ds4.engine.demo`).
+    """How to open a model. `model` None means the demo model (`ds4.engine.demo`). `backend` is one of
+    `ds4.engine.native.KINDS`, or "auto": the GPU where there is one.
 
     `ctx` tokens per session, exactly as asked (D8a), 0: what the model was trained on, at most `AUTO_CTX`; an open
     engine's configuration has the number. `slots` resident sessions, for the memory plan;
@@ -78,6 +79,8 @@ class MemoryPlan:
     slots: int
     workspace_bytes: int
     available_bytes: int
+    on_device: bool = False
+    """Whether the bytes are those of a GPU's own memory."""
 
     @property
     def total(self) -> int:

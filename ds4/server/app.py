@@ -180,7 +180,8 @@ class App:
             f"context {ctx} tokens per session (trained {info.ctx_train}), {config.engine.slots} sessions",
             f"memory: weights {plan.weight_bytes / _GIB:.2f} GiB + {plan.slots} x state "
             f"{plan.state_bytes / _GIB:.2f} GiB + workspace {plan.workspace_bytes / _GIB:.2f} GiB "
-            f"= {plan.total / _GIB:.2f} GiB of {plan.available_bytes / _GIB:.2f} GiB available",
+            f"= {plan.total / _GIB:.2f} GiB of {plan.available_bytes / _GIB:.2f} GiB available"
+            f"{' on the device' if plan.on_device else ''}",
         ]
         lines.append(f"backend {self.engine.backend_name}, of this process in huge pages: {_huge_pages()}")
         if self._store is not None:

@@ -7,11 +7,9 @@
 #include <algorithm>
 
 #include "bindings.h"
-#include "cpu/cpu.h"
 #include "quant/quant.h"
 #include "quant/scaled.h"
 #include "reference/faulty.h"
-#include "reference/reference.h"
 #include "session/session.h"
 
 namespace ds4 {
@@ -81,24 +79,19 @@ std::vector<int32_t> token_ids(const py::handle& ids) {
 }
 
 struct PyBackend {
+  std::string kind;
   std::shared_ptr<Backend> backend;
   std::shared_ptr<FaultPlan> faults;
 };
 
 PyBackend open_backend(const std::string& kind, int threads, const std::string& isa, bool faulty) {
-  std::unique_ptr<Ops> ops;
-  if (kind == "cpu")
-    ops = make_cpu_ops(threads, isa);
-  else if (kind == "reference")
-    ops = make_reference_ops();
-  else
-    throw Unsupported("backend '" + kind + "' is not in this build");
+  std::unique_ptr<Ops> ops = open_ops(kind, threads, isa);
   std::shared_ptr<FaultPlan> plan;
   if (faulty) {
     plan = std::make_shared<FaultPlan>();
     ops = make_faulty_ops(std::move(ops), plan);
   }
-  return {std::make_shared<Backend>(std::move(ops)), std::move(plan)};
+  return {kind, std::make_shared<Backend>(std::move(ops)), std::move(plan)};
 }
 
 HyperValue hyper_list(const std::string& name, const py::sequence& values) {
@@ -342,8 +335,8 @@ void translate(std::exception_ptr p) {
 }  // namespace
 
 void bind_engine(py::module_& m) {
-  py::register_exception<Unsupported>(m, "Unsupported", PyExc_RuntimeError);
-  py::register_exception_translator(&translate);
+  py::register_local_exception<Unsupported>(m, "Unsupported", PyExc_RuntimeError);
+  py::register_local_exception_translator(&translate);
 
   m.def("dequantize", &dequantize, py::arg("type"), py::arg("data"));
   m.def(
@@ -356,7 +349,7 @@ void bind_engine(py::module_& m) {
   m.def("half_to_float", &half_to_float, py::arg("half"));
   m.def("float_to_bf16", &float_to_bf16, py::arg("value"));
 
-  py::class_<PyBackend>(m, "Backend")
+  py::class_<PyBackend>(m, "Backend", py::module_local())
       .def(py::init(&open_backend), py::arg("kind"), py::kw_only(), py::arg("threads") = 0, py::arg("isa") = "auto",
            py::arg("faulty") = false)
       .def_property_readonly("name", [](const PyBackend& b) { return b.backend->ops->name(); })
@@ -366,6 +359,11 @@ void bind_engine(py::module_& m) {
                                const std::scoped_lock lock(b.backend->busy);
                                return b.backend->ops->scratch_bytes();
                              })
+      .def_property_readonly("free_device_memory",
+                             [](const PyBackend& b) {
+                               const py::gil_scoped_release release;
+                               return free_device_memory(b.kind);
+                             })
       .def(
           "fail_after",
           [](const PyBackend& b, int64_t operations) {
@@ -374,7 +372,7 @@ void bind_engine(py::module_& m) {
           },
           py::arg("operations"));
 
-  py::class_<LoadedModel, std::shared_ptr<LoadedModel>>(m, "Model")
+  py::class_<LoadedModel, std::shared_ptr<LoadedModel>>(m, "Model", py::module_local())
       .def(py::init(&make_loaded_model), py::arg("backend"), py::arg("family"), py::arg("params"), py::arg("tensors"),
            py::kw_only(), py::arg("kv_type") = static_cast<int32_t>(DType::F16))
       .def("load", &load_weights, py::arg("progress") = py::none())
@@ -396,7 +394,7 @@ void bind_engine(py::module_& m) {
       .def("step", &run_step, py::arg("rows"))
       .def("all_logits", &all_logits, py::arg("session"), py::arg("tokens"));
 
-  py::class_<Session, SessionHolder>(m, "Session")
+  py::class_<Session, SessionHolder>(m, "Session", py::module_local())
       .def(py::init([](std::shared_ptr<LoadedModel> model, int64_t ctx) {
              return SessionHolder(new Session(std::move(model), ctx));
            }),

@@ -1,4 +1,4 @@
-// ds4._cpu.Sampler: one sequence's sampler, from Python and for the engine's step.
+// Sampler: one sequence's sampler, from Python and for the engine's step.
 #include "session/sampler.h"
 
 #include <pybind11/numpy.h>
@@ -23,7 +23,8 @@ std::span<const T> span_of(const Dense<T>& array) {
 }  // namespace
 
 void bind_sampler(py::module_& m) {
-  py::class_<Sampler>(m, "Sampler", "Chooses the next token of one sequence; see native/session/sampler.h.")
+  py::class_<Sampler>(m, "Sampler", "Chooses the next token of one sequence; see native/session/sampler.h.",
+                      py::module_local())
       .def(py::init([](int64_t vocab, double temperature, int64_t top_k, double top_p, double min_p, uint64_t seed,
                        double presence_penalty, double frequency_penalty, double repetition_penalty,
                        std::vector<std::pair<int32_t, float>> logit_bias, std::optional<int64_t> logprobs) {

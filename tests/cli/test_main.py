@@ -66,7 +66,7 @@ def test_help_names_every_flag_and_backends_are_listed(capsys: pytest.CaptureFix
     assert all(name in text for flag in FLAGS for name in flag.names)
     assert main(["--backends"]) == 0
     text = capsys.readouterr().out
-    assert "cpu    usable" in text and "cuda   missing" in text
+    assert "cpu    usable" in text and "\ncuda   " in text and "\nmetal  missing" in text
     assert main(["--version"]) == 0
 
 

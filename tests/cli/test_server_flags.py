@@ -80,7 +80,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
         (["model.gguf"], "unexpected argument 'model.gguf'"),
         (["--ctx", "-1"], "--ctx: expected an integer >= 0, got -1"),
         (["--temp", "nan"], "--temp: expected a number from 0 to 100, got nan"),
-        (["--backend", "metal"], "--backend: expected one of auto, cpu, reference, got 'metal'"),
+        (["--backend", "metal"], "--backend: expected one of auto, cpu, cuda, reference, got 'metal'"),
         (["--model", "/no/such.gguf"], "--model /no/such.gguf: no such file or directory"),
         (["--chdir", "/no/such"], "--chdir /no/such: No such file or directory"),
         (["--api-key-file", "/no/such"], "--api-key-file /no/such: No such file or directory"),

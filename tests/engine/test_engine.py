@@ -93,7 +93,7 @@ def test_context_of_its_own_choice(gguf_file: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"backend": "cuda"}, "backend 'cuda' is not in this build"),
+        ({"backend": "tpu"}, "unknown backend 'tpu'"),
         ({"ctx": -1}, "ctx is -1"),
         ({"slots": 0}, "slots is 0"),
         ({"threads": -1}, "threads is -1"),

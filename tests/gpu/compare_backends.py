@@ -1,0 +1,143 @@
+"""Holds the CUDA backend against the CPU backend on one model file; called by run_python.sh, one line per check.
+
+`ds4 logits` on both backends, then on the GPU alone: greedy text, batches and chunks bit for bit, a saved session, a
+plan that does not fit. Exit status 1 when a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ds4.cli.main import main as ds4
+from ds4.engine.engine import Engine
+from ds4.engine.types import EngineConfig, Row, SamplingParams
+from ds4.errors import MemoryPlanError
+
+TEXT = (
+    "The sea was calm in the morning. Two boats left the harbour, one of them red, the other one white. "
+    "Nobody on the pier could say which of the two would come back first, and nobody asked. "
+)
+GREEDY = SamplingParams(temperature=0)
+failed = 0
+
+
+def check(name: str, ok: bool, detail: str = "") -> None:
+    global failed
+    failed += not ok
+    print(f"  {'ok    ' if ok else 'FAILED'} {name}{': ' + detail if detail else ''}", flush=True)
+
+
+def prompt_of(engine: Engine) -> list[int]:
+    """About 200 tokens of text, or random ones for a model without tokenizer."""
+    try:
+        return engine.tokenizer.encode(TEXT * 5)[:200]
+    except Exception:
+        rng = np.random.default_rng(3)
+        return [int(i) for i in rng.integers(0, engine.info.vocab_size, 200)]
+
+
+def greedy(engine: Engine, prompt: list[int], n: int) -> tuple[list[int], float]:
+    session, sampler = engine.new_session(), engine.new_sampler(GREEDY)
+    session.sync(prompt)
+    token = int(session.logits().argmax())
+    out = [token]
+    start = time.perf_counter()
+    for _ in range(n - 1):
+        found = engine.step([Row(session, [token], sampler)])[0].token
+        assert found is not None
+        token = found
+        out.append(token)
+    return out, (n - 1) / (time.perf_counter() - start)
+
+
+def compare_logits(model: Path, prompt: list[int], out: Path) -> None:
+    np.save(out / "tokens.npy", np.array(prompt, np.int32))
+    rows = {}
+    for backend in ("cpu", "cuda"):
+        target = out / f"logits_{backend}.npy"
+        status = ds4(["logits", str(model), "--tokens", str(out / "tokens.npy"), "--out", str(target), "--backend",
+                      backend, "--chunk", "64"])  # fmt: skip
+        assert status == 0
+        rows[backend] = np.load(target)
+        target.unlink()
+    cpu, cuda = rows["cpu"], rows["cuda"]
+    scale = float(cpu.std())
+    error = np.abs(cpu - cuda)
+    cosine = (cpu * cuda).sum(-1) / np.sqrt((cpu**2).sum(-1) * (cuda**2).sum(-1))
+    same = float((cpu.argmax(-1) == cuda.argmax(-1)).mean())
+    check(
+        "ds4 logits, cuda against cpu",
+        bool(np.isfinite(cuda).all()) and float(cosine.min()) > 0.995 and same > 0.9,
+        f"{cpu.shape[0]} positions, largest difference {error.max() / scale:.4f} of a standard deviation, mean "
+        f"{error.mean() / scale:.5f}, least cosine {cosine.min():.6f}, same best token {100 * same:.1f}%",
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    print(args.model)
+    config = {"model": args.model, "ctx": 512, "slots": 4}
+    cpu = Engine.open(EngineConfig(backend="cpu", **config))
+    reports: list[tuple[int, int]] = []
+    start = time.perf_counter()
+    cuda = Engine.open(EngineConfig(**config), lambda done, total: reports.append((done, total)))
+    took = time.perf_counter() - start
+    check("auto takes the GPU", cuda.backend_name.startswith("cuda"), f"{cuda.backend_name}, opened in {took:.2f} s")
+    check("progress while uploading", len(reports) > 1 and reports[-1][0] == reports[-1][1], f"{len(reports)} reports")
+    check("plan of device memory", cuda.plan.on_device and cuda.plan.available_bytes > 1 << 30, f"{cuda.plan}")
+    prompt = prompt_of(cpu)
+    compare_logits(args.model, prompt, args.out)
+
+    ours, rate = greedy(cuda, prompt, 64)
+    theirs, _ = greedy(cpu, prompt, 64)
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), 64)
+    # Rounding may part ways where two tokens are close; a wrong kernel does so at once.
+    check("greedy tokens", same >= 4, f"first {same} of 64 equal the CPU's, {rate:.0f} tokens/s")
+    again, _ = greedy(cuda, prompt, 64)
+    check("greedy tokens again", again == ours)
+
+    sessions = [cuda.new_session() for _ in range(3)]
+    for s, n in zip(sessions, (150, 90, 33), strict=True):
+        s.sync(prompt[:n])
+    alone = cuda.new_session()
+    for i in range(150):
+        cuda.step([Row(alone, [prompt[i]], None, want_logits=i == 149)])
+    check("token by token equals a prefill, bit for bit", bool((alone.logits() == sessions[0].logits()).all()))
+    cuda.step([Row(s, [prompt[150]], None, want_logits=True) for s in sessions])
+    cuda.step([Row(alone, [prompt[150]], None, want_logits=True)])
+    check("alone equals in a batch, bit for bit", bool((alone.logits() == sessions[0].logits()).all()))
+
+    file = io.BytesIO()
+    alone.save(file)
+    file.seek(0)
+    moved = cpu.new_session()
+    moved.load(file)
+    check("a saved session opens on the CPU", list(moved.tokens) == list(alone.tokens))
+    other = cuda.new_session()
+    other.fork_from(alone)
+    cuda.step([Row(other, [5], None, want_logits=True), Row(alone, [5], None, want_logits=True)])
+    check("a fork goes on alike, bit for bit", bool((alone.logits() == other.logits()).all()))
+    try:
+        Engine.open(EngineConfig(backend="cuda", model=args.model, ctx=4 << 20, slots=1 << 20))
+        check("a plan that does not fit is refused", False)
+    except MemoryPlanError as e:
+        check("a plan that does not fit is refused", "device memory" in str(e))
+    try:
+        text = "".join(cuda.generate("Once upon a time", GREEDY, max_tokens=24))
+        print(f"  text: {text!r}")
+    except Exception as e:
+        print(f"  no text: {type(e).__name__}: {e}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
