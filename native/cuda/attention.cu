@@ -9,6 +9,7 @@ namespace {
 // Bytes: the partial sums once. One block for a head of a row.
 __global__ void combine_kernel(Partials p, const int32_t* visible, const float* sinks, int64_t heads, int64_t dim,
                                float* out, int64_t stride) {
+  begin_kernel();
   const int64_t t = blockIdx.y, h = blockIdx.x, list = t * heads + h;
   const int chunks = (visible[t] + kChunk - 1) / kChunk;
   const float2* stats = p.stats + list * p.chunks;
@@ -26,6 +27,7 @@ __global__ void combine_kernel(Partials p, const int32_t* visible, const float* 
 }
 
 __global__ void count_positions(const DeviceRow* rows, int64_t n, int32_t* visible) {
+  begin_kernel();
   const int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (t < n) visible[t] = rows[t].position + 1;
 }
@@ -38,6 +40,7 @@ constexpr int kThreads = 128;
 __global__ void __launch_bounds__(kThreads)
     attend(const float* q, int64_t q_stride, const DeviceRow* rows, BufferPlace k, BufferPlace v, int q_heads,
            int kv_heads, int dim, float scale, Partials p) {
+  begin_kernel();
   extern __shared__ float shared[];
   const int t = blockIdx.z, chunk = blockIdx.x;
   const DeviceRow row = rows[t];
@@ -102,8 +105,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void combine(const Device& device, const Partials& p, const int32_t* visible, const float* sinks, int64_t T,
              int64_t heads, int64_t dim, Tensor out) {
-  combine_kernel<<<dim3(static_cast<unsigned>(heads), static_cast<unsigned>(T)), 128, 0, device.stream()>>>(
-      p, visible, sinks, heads, dim, out.data, out.stride);
+  launch_kernel(device.stream(), dim3(static_cast<unsigned>(heads), static_cast<unsigned>(T)), 128, 0, combine_kernel,
+                p, visible, sinks, heads, dim, out.data, out.stride);
   DS4_CUDA(cudaGetLastError());
 }
 
@@ -126,11 +129,12 @@ void paged_attention(const Device& device, Tensor q, const DeviceRow* rows, int6
     p.stats = reinterpret_cast<float2*>(memory);
     p.sums = memory + 2 * n * q_heads * chunks;
     auto* visible = workspace.get<int32_t>(Workspace::Plan, n);
-    count_positions<<<static_cast<unsigned>((n + 127) / 128), 128, 0, device.stream()>>>(rows + first, n, visible);
-    attend<<<dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(kv_heads * sets), static_cast<unsigned>(n)),
-             kThreads, shared, device.stream()>>>(q.data + first * q.stride, q.stride, rows + first, k, v,
-                                                  static_cast<int>(q_heads), static_cast<int>(kv_heads),
-                                                  static_cast<int>(head_dim), scale, p);
+    launch_kernel(device.stream(), static_cast<unsigned>((n + 127) / 128), 128, 0, count_positions, rows + first, n,
+                  visible);
+    launch_kernel(device.stream(),
+                  dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(kv_heads * sets), static_cast<unsigned>(n)),
+                  kThreads, shared, attend, q.data + first * q.stride, q.stride, rows + first, k, v,
+                  static_cast<int>(q_heads), static_cast<int>(kv_heads), static_cast<int>(head_dim), scale, p);
     DS4_CUDA(cudaGetLastError());
     combine(device, p, visible, nullptr, n, q_heads, head_dim, out.rows(first, n));
   }

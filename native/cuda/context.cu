@@ -10,6 +10,7 @@ namespace {
 
 // For gates and ups of different types, which cannot be interleaved: both products stand side by side.
 __global__ void swiglu_kernel(const float* both, int64_t ff, bool clamped, float limit, float* y, int64_t stride) {
+  begin_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= ff) return;
   const float g = both[blockIdx.y * 2 * ff + i], u = both[blockIdx.y * 2 * ff + ff + i];
@@ -135,8 +136,8 @@ void Context::swiglu(const CudaWeight& w, Tensor x, const float* gain, float eps
   }
   const Tensor both(workspace.get<float>(Workspace::Hidden, x.n * w.rows()), x.n, w.rows());
   linear(w, x, gain, eps, both, args);
-  swiglu_kernel<<<dim3(static_cast<unsigned>((y.dim + 127) / 128), static_cast<unsigned>(x.n)), 128, 0,
-                  device.stream()>>>(both.data, y.dim, epilogue == Epilogue::Clamped, limit, y.data, y.stride);
+  launch_kernel(device.stream(), dim3(static_cast<unsigned>((y.dim + 127) / 128), static_cast<unsigned>(x.n)), 128, 0,
+                swiglu_kernel, both.data, y.dim, epilogue == Epilogue::Clamped, limit, y.data, y.stride);
   DS4_CUDA(cudaGetLastError());
 }
 

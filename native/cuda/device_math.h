@@ -6,9 +6,32 @@
 
 #include <cstdint>
 
+#include "cuda/memory.h"
 #include "types.h"
 
 namespace ds4::cuda {
+
+// Launches overlap: a kernel's blocks may start as soon as all of the one before have, and wait at their beginning.
+// Every kernel launched so calls `begin_kernel` before it reads or writes anything but weights, on every path.
+template <class... P, class... A>
+void launch_kernel(cudaStream_t stream, dim3 grid, dim3 block, size_t shared, void (*kernel)(P...), A&&... args) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  DS4_CUDA(cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...));
+}
+
+__device__ __forceinline__ void begin_kernel() {
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+}
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
@@ -19,6 +42,27 @@ __device__ __forceinline__ float warp_max(float v) {
 #pragma unroll
   for (int m = 16; m > 0; m /= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, m));
   return v;
+}
+
+// Lane i < N gets the warp's sum of v[i], added in the order of warp_sum. N: a power of two up to 32.
+template <int N>
+__device__ __forceinline__ float warp_sums(float (&v)[N]) {
+  const int lane = threadIdx.x % 32;
+  int m = 16;
+#pragma unroll
+  for (int half = N / 2; half > 0; half /= 2) {
+    const bool upper = lane & m;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float give = upper ? v[i] : v[i + half], keep = upper ? v[i + half] : v[i];
+      v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, m);
+    }
+    m /= 2;
+  }
+  float sum = v[0];
+#pragma unroll
+  for (int rest = 16 / N; rest > 0; rest /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, rest);
+  return __shfl_sync(0xFFFFFFFFu, sum, lane * (32 / N) % 32);
 }
 
 // Sum over a block of whole warps, at most 32; every thread gets it. `shared` holds 32 floats.

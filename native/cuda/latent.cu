@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <bit>
+#include <type_traits>
 
 #include "cuda/device_math.h"
 #include "cuda/latent.h"
@@ -20,6 +21,7 @@ constexpr int kWideThreads = 1024;
 template <class T>
 __global__ void __launch_bounds__(kWideThreads)
     coefficients_kernel(const T* fn, int64_t fn_stride, int n, const float* x, int64_t stride, int64_t cols, float* c) {
+  begin_kernel();
   __shared__ float shared[32];
   const int i = blockIdx.x;
   const float* row = x + blockIdx.y * stride;
@@ -91,6 +93,7 @@ __device__ void sinkhorn(float* m, int n, int iterations, float eps) {
 // y = sum of pre[j] streams[j]; the first block of a row also writes the mix. Bytes: the streams once, y once.
 __global__ void __launch_bounds__(kThreads) hc_in_kernel(HyperArgs a, const float* c, const float* x, int64_t stride,
                                                          float* y, int64_t y_stride, float* mix, int64_t mix_stride) {
+  begin_kernel();
   __shared__ float pre[kMostStreams];
   __shared__ float m[kMostStreams * kMostStreams];
   const int n = a.streams, rows = mix ? 2 * n + n * n : n;
@@ -122,6 +125,7 @@ __global__ void __launch_bounds__(kThreads) hc_in_kernel(HyperArgs a, const floa
 __global__ void __launch_bounds__(kWideThreads)
     hc_in_norm_kernel(HyperArgs a, const float* c, const float* x, int64_t stride, const float* gain, float eps,
                       float* y, int64_t y_stride, float* mix, int64_t mix_stride) {
+  begin_kernel();
   __shared__ float pre[kMostStreams];
   __shared__ float m[kMostStreams * kMostStreams];
   __shared__ float shared[32];
@@ -159,6 +163,7 @@ template <int kStreams>
 __global__ void __launch_bounds__(kThreads)
     hc_out_kernel(const float* out, int64_t out_stride, const float* mix, int64_t mix_stride, int n, int64_t width,
                   float* streams, int64_t stride) {
+  begin_kernel();
   __shared__ float shared[kMostStreams + kMostStreams * kMostStreams];
   const int64_t t = blockIdx.y, d = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   for (int i = threadIdx.x; i < n + n * n; i += kThreads) shared[i] = mix[t * mix_stride + i];
@@ -185,6 +190,7 @@ __global__ void __launch_bounds__(kThreads)
 // ---- heads
 
 __global__ void __launch_bounds__(128) head_norm_kernel(float* x, int64_t stride, int64_t dim, float eps) {
+  begin_kernel();
   __shared__ float shared[32];
   float* head = x + blockIdx.y * stride + blockIdx.x * dim;
   float squares = 0.0f;
@@ -201,6 +207,7 @@ __device__ __forceinline__ void angle_of(int64_t position, float freq, float& co
 }
 
 __global__ void angles_kernel(const DeviceRow* rows, const float* freq, int64_t pairs, float* out, int64_t stride) {
+  begin_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= pairs) return;
   float* to = out + blockIdx.y * stride;
@@ -215,6 +222,7 @@ __device__ __forceinline__ void rotate(float& a, float& b, float c, float s) {
 
 __global__ void rope_tail_kernel(float* x, int64_t stride, const float* table, int64_t table_stride, int heads,
                                  int64_t dim, int pairs, float sign) {
+  begin_kernel();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= heads * pairs) return;
   const int64_t t = blockIdx.y;
@@ -271,6 +279,7 @@ __device__ void round_row(float* x, int dim, RowRounding rounding, int rotated) 
 
 __global__ void __launch_bounds__(128)
     round_rows_kernel(float* x, int64_t stride, int dim, RowRounding rounding, int rotated) {
+  begin_kernel();
   extern __shared__ float shared[];
   float* row = x + blockIdx.y * stride + static_cast<int64_t>(blockIdx.x) * dim;
   for (int i = threadIdx.x; i < dim; i += blockDim.x) shared[i] = row[i];
@@ -295,6 +304,7 @@ __device__ __forceinline__ bool stays(const DeviceRow& row, int64_t t, int64_t c
 
 __global__ void ring_store_kernel(const float* x, int64_t stride, int64_t dim, const DeviceRow* rows,
                                   BufferPlace ring) {
+  begin_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, t = blockIdx.y;
   const DeviceRow row = rows[t];
   if (i < dim && stays(row, t, ring.capacity))
@@ -313,6 +323,7 @@ struct CompressArgs {
 // the ring, which is written afterwards. Bytes: the window's keys and gates twice. One block for each row of the step.
 __global__ void __launch_bounds__(kThreads)
     compress_kernel(const float* kg, int64_t stride, const DeviceRow* rows, CompressArgs a) {
+  begin_kernel();
   extern __shared__ float pooled[];  // [dim], then [32]
   const int64_t t = blockIdx.x;
   const DeviceRow row = rows[t];
@@ -358,6 +369,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void store_open_kernel(const float* kg, int64_t stride, const DeviceRow* rows, BufferPlace ring,
                                   const float* bias, int ratio, int half) {
+  begin_kernel();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   const int64_t t = blockIdx.y;
   const DeviceRow row = rows[t];
@@ -400,8 +412,8 @@ class CudaLatentOps final : public LatentOps {
     if (out.n == 0) return;
     const dim3 grid(pieces(out.dim, kThreads), static_cast<unsigned>(out.n));
     const auto launch = [&](auto kernel) {
-      kernel<<<grid, kThreads, 0, stream()>>>(out.data, out.stride, mix.data, mix.stride, static_cast<int>(n), out.dim,
-                                              streams.data, streams.stride);
+      launch_kernel(stream(), grid, kThreads, 0, kernel, out.data, out.stride, mix.data, mix.stride,
+                    static_cast<int>(n), out.dim, streams.data, streams.stride);
     };
     if (n == 4)
       launch(hc_out_kernel<4>);
@@ -414,8 +426,8 @@ class CudaLatentOps final : public LatentOps {
     enter();
     require(x.dim % heads == 0, "head_norm shapes");
     if (x.n == 0) return;
-    head_norm_kernel<<<dim3(static_cast<unsigned>(heads), static_cast<unsigned>(x.n)), 128, 0, stream()>>>(
-        x.data, x.stride, x.dim / heads, eps);
+    launch_kernel(stream(), dim3(static_cast<unsigned>(heads), static_cast<unsigned>(x.n)), 128, 0, head_norm_kernel,
+                  x.data, x.stride, x.dim / heads, eps);
     DS4_CUDA(cudaGetLastError());
   }
 
@@ -424,8 +436,8 @@ class CudaLatentOps final : public LatentOps {
     const auto pairs = static_cast<int64_t>(freq.size());
     require(static_cast<int64_t>(rows.size()) == out.n && out.dim == 2 * pairs, "rope_table_f32 shapes");
     if (out.n == 0) return;
-    angles_kernel<<<dim3(pieces(pairs, 64), static_cast<unsigned>(out.n)), 64, 0, stream()>>>(
-        context_.rows(rows), context_.inputs.constant(freq), pairs, out.data, out.stride);
+    launch_kernel(stream(), dim3(pieces(pairs, 64), static_cast<unsigned>(out.n)), 64, 0, angles_kernel,
+                  context_.rows(rows), context_.inputs.constant(freq), pairs, out.data, out.stride);
     DS4_CUDA(cudaGetLastError());
   }
 
@@ -434,9 +446,9 @@ class CudaLatentOps final : public LatentOps {
     const int64_t dim = x.dim / heads, pairs = table.dim / 2;
     require(x.dim % heads == 0 && table.n == x.n && 2 * pairs <= dim, "rope_tail shapes");
     if (x.n == 0) return;
-    rope_tail_kernel<<<dim3(pieces(heads * pairs, 128), static_cast<unsigned>(x.n)), 128, 0, stream()>>>(
-        x.data, x.stride, table.data, table.stride, static_cast<int>(heads), dim, static_cast<int>(pairs),
-        inverse ? -1.0f : 1.0f);
+    launch_kernel(stream(), dim3(pieces(heads * pairs, 128), static_cast<unsigned>(x.n)), 128, 0, rope_tail_kernel,
+                  x.data, x.stride, table.data, table.stride, static_cast<int>(heads), dim, static_cast<int>(pairs),
+                  inverse ? -1.0f : 1.0f);
     DS4_CUDA(cudaGetLastError());
   }
 
@@ -446,9 +458,9 @@ class CudaLatentOps final : public LatentOps {
     const int64_t dim = x.dim / heads;
     check_rounding(rounding, dim, rotated);
     if (x.n == 0 || rounding == RowRounding::None) return;
-    round_rows_kernel<<<dim3(static_cast<unsigned>(heads), static_cast<unsigned>(x.n)), 128,
-                        static_cast<size_t>(dim) * sizeof(float), stream()>>>(x.data, x.stride, static_cast<int>(dim),
-                                                                              rounding, static_cast<int>(rotated));
+    launch_kernel(stream(), dim3(static_cast<unsigned>(heads), static_cast<unsigned>(x.n)), 128,
+                  static_cast<size_t>(dim) * sizeof(float), round_rows_kernel, x.data, x.stride, static_cast<int>(dim),
+                  rounding, static_cast<int>(rotated));
     DS4_CUDA(cudaGetLastError());
   }
 
@@ -457,8 +469,8 @@ class CudaLatentOps final : public LatentOps {
     require(static_cast<int64_t>(rows.size()) == x.n, "ring_store shapes");
     if (x.n == 0) return;
     const BufferPlace place = float_buffer(rows, ring, x.dim);
-    ring_store_kernel<<<dim3(pieces(x.dim, 128), static_cast<unsigned>(x.n)), 128, 0, stream()>>>(
-        x.data, x.stride, x.dim, context_.rows(rows), place);
+    launch_kernel(stream(), dim3(pieces(x.dim, 128), static_cast<unsigned>(x.n)), 128, 0, ring_store_kernel, x.data,
+                  x.stride, x.dim, context_.rows(rows), place);
     DS4_CUDA(cudaGetLastError());
   }
 
@@ -483,10 +495,10 @@ class CudaLatentOps final : public LatentOps {
                    c.eps,
                    c.rounding};
     const DeviceRow* list = context_.rows(rows);
-    compress_kernel<<<static_cast<unsigned>(kg.n), kThreads, static_cast<size_t>(c.dim + 32) * sizeof(float),
-                      stream()>>>(kg.data, kg.stride, list, a);
-    store_open_kernel<<<dim3(pieces(2 * half, kThreads), static_cast<unsigned>(kg.n)), kThreads, 0, stream()>>>(
-        kg.data, kg.stride, list, a.ring, a.bias, a.ratio, static_cast<int>(half));
+    launch_kernel(stream(), static_cast<unsigned>(kg.n), kThreads, static_cast<size_t>(c.dim + 32) * sizeof(float),
+                  compress_kernel, kg.data, kg.stride, list, a);
+    launch_kernel(stream(), dim3(pieces(2 * half, kThreads), static_cast<unsigned>(kg.n)), kThreads, 0,
+                  store_open_kernel, kg.data, kg.stride, list, a.ring, a.bias, a.ratio, static_cast<int>(half));
     DS4_CUDA(cudaGetLastError());
   }
 
@@ -573,8 +585,8 @@ class CudaLatentOps final : public LatentOps {
     auto* c = context_.workspace.get<float>(Workspace::Coefficients, streams.n * (rows + 1));
     const dim3 grid(static_cast<unsigned>(rows + 1), static_cast<unsigned>(streams.n));
     const auto launch = [&](const auto* data, int64_t stride) {
-      coefficients_kernel<<<grid, kWideThreads, 0, stream()>>>(data, stride, static_cast<int>(rows), streams.data,
-                                                               streams.stride, streams.dim, c);
+      launch_kernel(stream(), grid, kWideThreads, 0, coefficients_kernel<std::remove_cvref_t<decltype(*data)>>, data,
+                    stride, static_cast<int>(rows), streams.data, streams.stride, streams.dim, c);
     };
     const Segment& s = fn.segments.front();
     if (s.type == DType::F16)
@@ -584,15 +596,15 @@ class CudaLatentOps final : public LatentOps {
     else
       launch(fn.dense(context_.device), fn.cols());
     if (norm) {
-      hc_in_norm_kernel<<<dim3(2, static_cast<unsigned>(streams.n)), kWideThreads, 0, stream()>>>(
-          a, c, streams.data, streams.stride, vector_of(*norm->gain, y.dim, "norm shape"), norm->eps, y.data, y.stride,
-          mix->data, mix->stride);
+      launch_kernel(stream(), dim3(2, static_cast<unsigned>(streams.n)), kWideThreads, 0, hc_in_norm_kernel, a, c,
+                    streams.data, streams.stride, vector_of(*norm->gain, y.dim, "norm shape"), norm->eps, y.data,
+                    y.stride, mix->data, mix->stride);
       DS4_CUDA(cudaGetLastError());
       return;
     }
-    hc_in_kernel<<<dim3(std::min(pieces(y.dim, kThreads), 16u), static_cast<unsigned>(streams.n)), kThreads, 0,
-                   stream()>>>(a, c, streams.data, streams.stride, y.data, y.stride, mix ? mix->data : nullptr,
-                               mix ? mix->stride : 0);
+    launch_kernel(stream(), dim3(std::min(pieces(y.dim, kThreads), 16u), static_cast<unsigned>(streams.n)), kThreads, 0,
+                  hc_in_kernel, a, c, streams.data, streams.stride, y.data, y.stride, mix ? mix->data : nullptr,
+                  mix ? mix->stride : 0);
     DS4_CUDA(cudaGetLastError());
   }
 

@@ -26,6 +26,7 @@ struct VisibleRows {
 };
 
 __global__ void count_rows(const DeviceRow* rows, int64_t n, VisibleRows v, int32_t* visible) {
+  begin_kernel();
   const int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (t < n) visible[t] = v.total(rows[t].position);
 }
@@ -40,6 +41,7 @@ __global__ void __launch_bounds__(kThreads)
     attend_latent(const float* q, int64_t q_stride, const float* kv, int64_t kv_stride, const DeviceRow* rows,
                   int32_t first_row, VisibleRows list, BufferPlace ring, BufferPlace compressed, const int32_t* ids,
                   const int32_t* counts, int64_t ids_stride, int heads, int dim, float scale, Partials p) {
+  begin_kernel();
   extern __shared__ float4 shared4[];
   __shared__ const float* entry[kChunk];
   __shared__ float weight[kChunk][kHeads];
@@ -87,13 +89,12 @@ __global__ void __launch_bounds__(kThreads)
           dot[r][h] = fmaf(x[r].w, w.w, fmaf(x[r].z, w.z, fmaf(x[r].y, w.y, fmaf(x[r].x, w.x, dot[r][h]))));
       }
     }
+    static_assert(kAtOnce * kHeads == 32);
+    float sums[32];
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r)
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        const float s = warp_sum(dot[r][h]);
-        if (lane == r * kHeads + h && j + r < n) weight[j + r][h] = s * scale;
-      }
+    for (int i = 0; i < 32; ++i) sums[i] = dot[i / kHeads][i % kHeads];
+    const float s = warp_sums(sums);
+    if (j + lane / kHeads < n) weight[j + lane / kHeads][lane % kHeads] = s * scale;
   }
   __syncthreads();
   {
@@ -139,6 +140,7 @@ constexpr int kScoreThreads = 128;
 __global__ void __launch_bounds__(kScoreThreads)
     score_rows(const float* q, int64_t q_stride, const float* weight, int64_t weight_stride, const DeviceRow* rows,
                BufferPlace index, int ratio, int heads, int dim, int k, float* score, int64_t score_stride) {
+  begin_kernel();
   extern __shared__ float4 shared4[];
   const int t = blockIdx.y;
   const DeviceRow row = rows[t];
@@ -204,6 +206,7 @@ __device__ __forceinline__ int prefix_of(bool flag, int* shared, int& total) {
 // time, then one pass that keeps what is above it and the first of those equal to it.
 __global__ void __launch_bounds__(1024) top_k(const float* score, int64_t score_stride, const DeviceRow* rows,
                                               int ratio, int k, int32_t* ids, int32_t* counts) {
+  begin_kernel();
   __shared__ int histogram[256];
   __shared__ int votes[32];
   __shared__ uint32_t digit;
@@ -291,15 +294,15 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
     auto* memory = context.workspace.get<float>(Workspace::Partials, n * row_floats);
     Partials p{memory + 2 * n * a.heads * chunks, reinterpret_cast<float2*>(memory), chunks};
     auto* totals = context.workspace.get<int32_t>(Workspace::Plan, n);
-    count_rows<<<static_cast<unsigned>((n + 127) / 128), 128, 0, context.device.stream()>>>(list + first, n, visible,
-                                                                                            totals);
+    launch_kernel(context.device.stream(), static_cast<unsigned>((n + 127) / 128), 128, 0, count_rows, list + first, n,
+                  visible, totals);
     const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>((a.heads + kHeads - 1) / kHeads),
                     static_cast<unsigned>(n));
-    attend_latent<<<grid, kThreads, shared, context.device.stream()>>>(
-        q.data + first * q.stride, q.stride, kv.data, kv.stride, list + first, static_cast<int32_t>(first), visible,
-        ring, compressed, selection ? selection->ids + first * selection->capacity : nullptr,
-        selection ? selection->counts + first : nullptr, selection ? selection->capacity : 0, static_cast<int>(a.heads),
-        static_cast<int>(dim), a.scale, p);
+    launch_kernel(context.device.stream(), grid, kThreads, shared, attend_latent, q.data + first * q.stride, q.stride,
+                  kv.data, kv.stride, list + first, static_cast<int32_t>(first), visible, ring, compressed,
+                  selection ? selection->ids + first * selection->capacity : nullptr,
+                  selection ? selection->counts + first : nullptr, selection ? selection->capacity : 0,
+                  static_cast<int>(a.heads), static_cast<int>(dim), a.scale, p);
     DS4_CUDA(cudaGetLastError());
     combine(context.device, p, totals, sinks, n, a.heads, dim, out.rows(first, n));
   }
@@ -324,14 +327,13 @@ Selection select_rows(Context& context, Tensor q, Tensor weight, std::span<const
   for (int64_t first = 0; first < q.n; first += at_once) {
     const int64_t n = std::min(at_once, q.n - first);
     auto* score = context.workspace.get<float>(Workspace::Scores, n * longest);
-    score_rows<<<dim3(static_cast<unsigned>((longest + 63) / 64), static_cast<unsigned>(n)), kScoreThreads, shared,
-                 context.device.stream()>>>(q.data + first * q.stride, q.stride, weight.data + first * weight.stride,
-                                            weight.stride, list + first, state.place(index_rows),
-                                            static_cast<int>(ratio), static_cast<int>(heads), static_cast<int>(dim),
-                                            static_cast<int>(k), score, longest);
-    top_k<<<static_cast<unsigned>(n), 1024, 0, context.device.stream()>>>(score, longest, list + first,
-                                                                          static_cast<int>(ratio), static_cast<int>(k),
-                                                                          out.ids + first * k, out.counts + first);
+    launch_kernel(context.device.stream(), dim3(static_cast<unsigned>((longest + 63) / 64), static_cast<unsigned>(n)),
+                  kScoreThreads, shared, score_rows, q.data + first * q.stride, q.stride,
+                  weight.data + first * weight.stride, weight.stride, list + first, state.place(index_rows),
+                  static_cast<int>(ratio), static_cast<int>(heads), static_cast<int>(dim), static_cast<int>(k), score,
+                  longest);
+    launch_kernel(context.device.stream(), static_cast<unsigned>(n), 1024, 0, top_k, score, longest, list + first,
+                  static_cast<int>(ratio), static_cast<int>(k), out.ids + first * k, out.counts + first);
     DS4_CUDA(cudaGetLastError());
   }
   return out;

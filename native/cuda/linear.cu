@@ -14,6 +14,7 @@ constexpr int kWideThreads = 1024;
 __global__ void __launch_bounds__(kNormThreads)
     quantize_kernel(const float* x, int64_t stride, int64_t cols, const float* gain, float eps, int8_t* q,
                     ActScale* scale) {
+  begin_kernel();
   __shared__ float shared[32];
   const float* row = x + blockIdx.x * stride;
   float factor = 1.0f;
@@ -59,6 +60,7 @@ __global__ void __launch_bounds__(kNormThreads)
 __global__ void __launch_bounds__(kWideThreads)
     rms_norm_kernel(const float* x, int64_t stride, int64_t cols, const float* gain, float eps, float* y,
                     int64_t y_stride) {
+  begin_kernel();
   __shared__ float shared[32];
   const float* row = x + blockIdx.x * stride;
   float squares = 0.0f;
@@ -109,6 +111,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   constexpr int R = kRowsPerWarp;
   int64_t expert;
   int in[NT], out[NT];
+  begin_kernel();
   const int n = rows_of_block<NT>(p, expert, in, out);
   if (n == 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -141,15 +144,10 @@ __global__ void __launch_bounds__(32 * kWarps)
       }
     }
   }
-  float mine = 0.0f;
+  float sums[R * NT];
 #pragma unroll
-  for (int r = 0; r < R; ++r)
-#pragma unroll
-    for (int t = 0; t < NT; ++t) {
-      const float total = warp_sum(sum[r][t]);
-      if (lane == r * NT + t) mine = total;
-    }
-  finish<NT>(p, mine, split, row0, n, out);
+  for (int i = 0; i < R * NT; ++i) sums[i] = sum[i / NT][i % NT];
+  finish<NT>(p, warp_sums(sums), split, row0, n, out);
 }
 
 template <class T>
@@ -159,16 +157,16 @@ void launch_floats(cudaStream_t stream, const Segment& w, const float* x, int64_
   const T* data = w.memory.as<T>();
   switch (width) {
     case 1:
-      linear_floats_kernel<T, 1><<<grid, 32 * kWarps, 0, stream>>>(data, w.stride, x, x_stride, p, split);
+      launch_kernel(stream, grid, 32 * kWarps, 0, linear_floats_kernel<T, 1>, data, w.stride, x, x_stride, p, split);
       break;
     case 2:
-      linear_floats_kernel<T, 2><<<grid, 32 * kWarps, 0, stream>>>(data, w.stride, x, x_stride, p, split);
+      launch_kernel(stream, grid, 32 * kWarps, 0, linear_floats_kernel<T, 2>, data, w.stride, x, x_stride, p, split);
       break;
     case 4:
-      linear_floats_kernel<T, 4><<<grid, 32 * kWarps, 0, stream>>>(data, w.stride, x, x_stride, p, split);
+      launch_kernel(stream, grid, 32 * kWarps, 0, linear_floats_kernel<T, 4>, data, w.stride, x, x_stride, p, split);
       break;
     default:
-      linear_floats_kernel<T, 8><<<grid, 32 * kWarps, 0, stream>>>(data, w.stride, x, x_stride, p, split);
+      launch_kernel(stream, grid, 32 * kWarps, 0, linear_floats_kernel<T, 8>, data, w.stride, x, x_stride, p, split);
   }
 }
 
@@ -177,15 +175,15 @@ void launch_floats(cudaStream_t stream, const Segment& w, const float* x, int64_
 void quantize(const Device& device, Tensor x, const float* gain, float eps, int8_t* q, ActScale* scale) {
   if (x.n == 0) return;
   const auto pieces = gain ? 1u : static_cast<unsigned>((x.dim + 4 * kNormThreads - 1) / (4 * kNormThreads));
-  quantize_kernel<<<dim3(static_cast<unsigned>(x.n), pieces), kNormThreads, 0, device.stream()>>>(
-      x.data, x.stride, x.dim, gain, eps, q, scale);
+  launch_kernel(device.stream(), dim3(static_cast<unsigned>(x.n), pieces), kNormThreads, 0, quantize_kernel, x.data,
+                x.stride, x.dim, gain, eps, q, scale);
   DS4_CUDA(cudaGetLastError());
 }
 
 void rms_norm(const Device& device, Tensor x, const float* gain, float eps, Tensor y) {
   if (x.n == 0) return;
-  rms_norm_kernel<<<static_cast<unsigned>(x.n), kWideThreads, 0, device.stream()>>>(x.data, x.stride, x.dim, gain, eps,
-                                                                                    y.data, y.stride);
+  launch_kernel(device.stream(), static_cast<unsigned>(x.n), kWideThreads, 0, rms_norm_kernel, x.data, x.stride, x.dim,
+                gain, eps, y.data, y.stride);
   DS4_CUDA(cudaGetLastError());
 }
 

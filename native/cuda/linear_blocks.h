@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(32 * kWarps) linear_blocks_kernel(Planes w, Ac
   __shared__ uint2 grid[type == DType::IQ2_XXS ? 256 : 1];
   int64_t expert;
   int in[NT], out[NT];
+  if (p.n_items) begin_kernel();  // whose experts to read is the result of the kernel before
   const int n = rows_of_block<NT>(p, expert, in, out);
   if (n == 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -119,13 +120,14 @@ __global__ void __launch_bounds__(32 * kWarps) linear_blocks_kernel(Planes w, Ac
   const int64_t step = 32 * split;
   int64_t b = (warp % split) * 32 + lane;
   RawBlock<type> raw[R];
-  if (b < blocks)
+  if (kAhead && b < blocks)
 #pragma unroll
     for (int r = 0; r < R; ++r) raw[r] = load_block<type>(w, base[r] + b);
   if constexpr (type == DType::IQ2_XXS) {
     for (int i = threadIdx.x; i < 256; i += 32 * kWarps) grid[i] = __ldg(w.grid + i);
     __syncthreads();
   }
+  if (!p.n_items) begin_kernel();
   for (; b < blocks; b += step) {
     Block block[R];
     if constexpr (kAhead) {
@@ -139,10 +141,9 @@ __global__ void __launch_bounds__(32 * kWarps) linear_blocks_kernel(Planes w, Ac
       for (int r = 0; r < R; ++r) raw[r] = next[r];
     } else {
 #pragma unroll
-      for (int r = 0; r < R; ++r) block[r] = decode_block<type>(raw[r], b, grid);
-      if (b + step < blocks)
+      for (int r = 0; r < R; ++r) raw[r] = load_block<type>(w, base[r] + b);
 #pragma unroll
-        for (int r = 0; r < R; ++r) raw[r] = load_block<type>(w, base[r] + b + step);
+      for (int r = 0; r < R; ++r) block[r] = decode_block<type>(raw[r], b, grid);
     }
 #pragma unroll
     for (int t = 0; t < NT; ++t) {
@@ -170,15 +171,10 @@ __global__ void __launch_bounds__(32 * kWarps) linear_blocks_kernel(Planes w, Ac
     }
   }
 
-  float mine = 0.0f;
+  float sums[R * NT];
 #pragma unroll
-  for (int r = 0; r < R; ++r)
-#pragma unroll
-    for (int t = 0; t < NT; ++t) {
-      const float total = warp_sum(sum[r][t]);
-      if (lane == r * NT + t) mine = total;
-    }
-  finish<NT>(p, mine, split, row0, n, out);
+  for (int i = 0; i < R * NT; ++i) sums[i] = sum[i / NT][i % NT];
+  finish<NT>(p, warp_sums(sums), split, row0, n, out);
 }
 
 // Rows at once for T rows of activations.
@@ -198,16 +194,16 @@ void launch_blocks(cudaStream_t stream, const Planes& w, const Activations& x, c
   const dim3 grid = grid_of(p, split, width);
   switch (width) {
     case 1:
-      linear_blocks_kernel<type, 1><<<grid, 32 * kWarps, 0, stream>>>(w, x, p, split);
+      launch_kernel(stream, grid, 32 * kWarps, 0, linear_blocks_kernel<type, 1>, w, x, p, split);
       break;
     case 2:
-      linear_blocks_kernel<type, 2><<<grid, 32 * kWarps, 0, stream>>>(w, x, p, split);
+      launch_kernel(stream, grid, 32 * kWarps, 0, linear_blocks_kernel<type, 2>, w, x, p, split);
       break;
     case 4:
-      linear_blocks_kernel<type, 4><<<grid, 32 * kWarps, 0, stream>>>(w, x, p, split);
+      launch_kernel(stream, grid, 32 * kWarps, 0, linear_blocks_kernel<type, 4>, w, x, p, split);
       break;
     default:
-      linear_blocks_kernel<type, 8><<<grid, 32 * kWarps, 0, stream>>>(w, x, p, split);
+      launch_kernel(stream, grid, 32 * kWarps, 0, linear_blocks_kernel<type, 8>, w, x, p, split);
   }
 }
 

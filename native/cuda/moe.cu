@@ -14,6 +14,7 @@ constexpr int kMostExperts = 1024;
 __global__ void __launch_bounds__(256)
     route_kernel(const float* logits, int64_t stride, int n_experts, const float* bias, const int32_t* table,
                  const int32_t* ids, int k, float scale, int32_t* experts, float* weights) {
+  begin_kernel();
   extern __shared__ float shared[];
   float *score = shared, *key = shared + n_experts;
   const int64_t t = blockIdx.x;
@@ -59,6 +60,7 @@ __global__ void __launch_bounds__(256)
 __global__ void __launch_bounds__(kMostExperts)
     plan_experts(const int32_t* experts, int pairs, int n_experts, int width, ExpertItem* items, int n_items,
                  int32_t* order) {
+  begin_kernel();
   __shared__ int count[kMostExperts], start[kMostExperts], item[kMostExperts];
   const int e = threadIdx.x;
   count[e] = 0;
@@ -87,6 +89,7 @@ __global__ void __launch_bounds__(kMostExperts)
 
 // y[t] += sum over i, in order, of weight[t][i] * products[t * k + i].
 __global__ void add_experts(const float* products, const float* weights, int k, int64_t dim, float* y, int64_t stride) {
+  begin_kernel();
   const int64_t d = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, t = blockIdx.y;
   if (d >= dim) return;
   float sum = y[t * stride + d];
@@ -123,10 +126,10 @@ Routing route(Context& context, Tensor logits, const Weight* bias, const Weight*
     from = t.table();
     device_ids = context.inputs.upload(ids);
   }
-  route_kernel<<<static_cast<unsigned>(logits.n), 256, static_cast<size_t>(2 * logits.dim) * sizeof(float),
-                 context.device.stream()>>>(logits.data, logits.stride, static_cast<int>(logits.dim),
-                                            bias ? vector_of(*bias, logits.dim, "route bias shape") : nullptr, from,
-                                            device_ids, static_cast<int>(k), scale, out.experts, out.weights);
+  launch_kernel(context.device.stream(), static_cast<unsigned>(logits.n), 256,
+                static_cast<size_t>(2 * logits.dim) * sizeof(float), route_kernel, logits.data, logits.stride,
+                static_cast<int>(logits.dim), bias ? vector_of(*bias, logits.dim, "route bias shape") : nullptr, from,
+                device_ids, static_cast<int>(k), scale, out.experts, out.weights);
   DS4_CUDA(cudaGetLastError());
   return out;
 }
@@ -148,9 +151,8 @@ void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down
   } else {
     auto* items = context.workspace.get<ExpertItem>(Workspace::Plan, n_items + (pairs + 2) / 3);
     auto* order = reinterpret_cast<int32_t*>(items + n_items);
-    plan_experts<<<1, kMostExperts, 0, context.device.stream()>>>(routing.experts, static_cast<int>(pairs),
-                                                                  static_cast<int>(n_experts), at_once, items,
-                                                                  static_cast<int>(n_items), order);
+    launch_kernel(context.device.stream(), 1, kMostExperts, 0, plan_experts, routing.experts, static_cast<int>(pairs),
+                  static_cast<int>(n_experts), at_once, items, static_cast<int>(n_items), order);
     DS4_CUDA(cudaGetLastError());
     args.items = items;
     args.order = order;
@@ -171,9 +173,9 @@ void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down
   args.y = products.data;
   args.y_stride = width;
   expert_linear(context, down, width, hidden, args);
-  add_experts<<<dim3(static_cast<unsigned>((width + 127) / 128), static_cast<unsigned>(x.n)), 128, 0,
-                context.device.stream()>>>(products.data, routing.weights, static_cast<int>(routing.k), width, y.data,
-                                           y.stride);
+  launch_kernel(context.device.stream(), dim3(static_cast<unsigned>((width + 127) / 128), static_cast<unsigned>(x.n)),
+                128, 0, add_experts, products.data, routing.weights, static_cast<int>(routing.k), width, y.data,
+                y.stride);
   DS4_CUDA(cudaGetLastError());
 }
 

@@ -17,12 +17,14 @@ namespace {
 // Bytes: x in and out. out[i] = x[index[i]].
 __global__ void gather_kernel(const float* x, int64_t stride, const int32_t* index, int64_t dim, float* out,
                               int64_t out_stride) {
+  begin_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < dim) out[blockIdx.y * out_stride + i] = x[index[blockIdx.y] * stride + i];
 }
 
 __global__ void rope_table_kernel(const DeviceRow* rows, const double* freq, int64_t pairs, float* out,
                                   int64_t stride) {
+  begin_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= pairs) return;
   const double angle = static_cast<double>(rows[blockIdx.y].position) * freq[i];
@@ -34,6 +36,7 @@ __global__ void rope_table_kernel(const DeviceRow* rows, const double* freq, int
 __global__ void rope_store_kernel(float* qkv, int64_t stride, const float* table, int64_t table_stride, int64_t pairs,
                                   bool interleaved, const DeviceRow* rows, BufferPlace k, BufferPlace v, int q_heads,
                                   int kv_heads, int dim) {
+  begin_kernel();
   const int head = blockIdx.x;
   const int64_t t = blockIdx.y;
   float* x = qkv + t * stride + static_cast<int64_t>(head) * dim;
@@ -196,9 +199,9 @@ class CudaOps final : public Ops {
     const auto pairs = static_cast<int64_t>(freq.size());
     require(static_cast<int64_t>(rows.size()) == out.n && out.dim == 2 * pairs, "rope_table shapes");
     if (out.n == 0) return;
-    rope_table_kernel<<<dim3(static_cast<unsigned>((pairs + 63) / 64), static_cast<unsigned>(out.n)), 64, 0,
-                        context_.device.stream()>>>(context_.rows(rows), context_.inputs.constant(freq), pairs,
-                                                    out.data, out.stride);
+    launch_kernel(context_.device.stream(),
+                  dim3(static_cast<unsigned>((pairs + 63) / 64), static_cast<unsigned>(out.n)), 64, 0,
+                  rope_table_kernel, context_.rows(rows), context_.inputs.constant(freq), pairs, out.data, out.stride);
     DS4_CUDA(cudaGetLastError());
   }
 
@@ -211,11 +214,11 @@ class CudaOps final : public Ops {
             "rope_store shapes");
     if (qkv.n == 0) return;
     const DeviceState& state = Context::state(rows.front());
-    rope_store_kernel<<<dim3(static_cast<unsigned>(q_heads + 2 * kv_heads), static_cast<unsigned>(qkv.n)), 64, 0,
-                        context_.device.stream()>>>(qkv.data, qkv.stride, table.data, table.stride, pairs,
-                                                    kind == RopeKind::Interleaved, context_.rows(rows),
-                                                    state.place(kv.k), state.place(kv.v), static_cast<int>(q_heads),
-                                                    static_cast<int>(kv_heads), static_cast<int>(head_dim));
+    launch_kernel(context_.device.stream(),
+                  dim3(static_cast<unsigned>(q_heads + 2 * kv_heads), static_cast<unsigned>(qkv.n)), 64, 0,
+                  rope_store_kernel, qkv.data, qkv.stride, table.data, table.stride, pairs,
+                  kind == RopeKind::Interleaved, context_.rows(rows), state.place(kv.k), state.place(kv.v),
+                  static_cast<int>(q_heads), static_cast<int>(kv_heads), static_cast<int>(head_dim));
     DS4_CUDA(cudaGetLastError());
   }
 
@@ -237,9 +240,9 @@ class CudaOps final : public Ops {
     require(static_cast<int64_t>(index.size()) == out.n && x.dim == out.dim, "gather shapes");
     for (const int32_t i : index) require(i >= 0 && i < x.n, "gather index outside the rows");
     if (out.n == 0) return;
-    gather_kernel<<<dim3(static_cast<unsigned>((x.dim + 255) / 256), static_cast<unsigned>(out.n)), 256, 0,
-                    context_.device.stream()>>>(x.data, x.stride, context_.inputs.upload(index), x.dim, out.data,
-                                                out.stride);
+    launch_kernel(context_.device.stream(),
+                  dim3(static_cast<unsigned>((x.dim + 255) / 256), static_cast<unsigned>(out.n)), 256, 0, gather_kernel,
+                  x.data, x.stride, context_.inputs.upload(index), x.dim, out.data, out.stride);
     DS4_CUDA(cudaGetLastError());
   }
 
