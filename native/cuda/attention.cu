@@ -32,7 +32,7 @@ __global__ void count_positions(const DeviceRow* rows, int64_t n, int32_t* visib
   if (t < n) visible[t] = rows[t].position + 1;
 }
 
-// Bytes: 64 keys and values of a KV head, for up to eight query heads. Operations: 4 * 64 * dim for each head.
+// Bytes: 32 keys and values of a KV head, for up to eight query heads. Operations: 4 * 32 * dim for each head.
 // A warp scores a position at a time, lanes over the columns; then threads sum columns over the positions.
 constexpr int kHeads = 8;
 constexpr int kThreads = 128;
@@ -76,12 +76,10 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (int h = warp; h < heads; h += kThreads / 32) {
     const float a = lane < n ? weight[h * kChunk + lane] : -INFINITY;
-    const float b = lane + 32 < n ? weight[h * kChunk + lane + 32] : -INFINITY;
-    const float largest = warp_max(fmaxf(a, b));
-    const float ea = lane < n ? expf(a - largest) : 0.0f, eb = lane + 32 < n ? expf(b - largest) : 0.0f;
-    weight[h * kChunk + lane] = ea;
-    weight[h * kChunk + lane + 32] = eb;
-    const float total = warp_sum(ea + eb);
+    const float largest = warp_max(a);
+    const float e = lane < n ? expf(a - largest) : 0.0f;
+    weight[h * kChunk + lane] = e;
+    const float total = warp_sum(e);
     if (lane == 0) p.stats[(static_cast<int64_t>(t) * q_heads + first + h) * p.chunks + chunk] = {largest, total};
   }
   __syncthreads();

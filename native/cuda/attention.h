@@ -1,4 +1,4 @@
-// What attention kernels share: a row's visible positions are cut into chunks of 64 by their place in the list, each
+// What attention kernels share: a row's visible positions are cut into chunks of 32 by their place in the list, each
 // chunk gives a maximum, a sum of exponentials and a weighted sum, and the chunks are added up in order. The cut
 // depends on the row's own position only.
 #pragma once
@@ -8,7 +8,7 @@
 
 namespace ds4::cuda {
 
-constexpr int kChunk = 64;
+constexpr int kChunk = 32;  // a lane each
 
 // Partial results of `lists` = rows * heads softmaxes: sums [lists][chunks][dim], stats [lists][chunks] of (max,
 // total).
@@ -18,7 +18,7 @@ struct Partials {
   int64_t chunks;  // capacity per list
 };
 
-// out[t][h * dim ...] = combination of the chunks of list t * heads + h. Row t has chunks_of(t) chunks: one for each 64
+// out[t][h * dim ...] = combination of the chunks of list t * heads + h. Row t has chunks_of(t) chunks: one for each 32
 // of the `visible` entries. `sinks` [heads], or null: a logit without a value.
 void combine(const Device& device, const Partials& p, const int32_t* visible, const float* sinks, int64_t T,
              int64_t heads, int64_t dim, Tensor out);

@@ -44,25 +44,29 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
+// Each lane gives half of its values to the lane across and adds what it gets to the other half.
+template <int Half, int Mask, int N>
+__device__ __forceinline__ void fold(float (&v)[N], int lane) {
+  if constexpr (Half > 0) {
+    const bool upper = lane & Mask;
+#pragma unroll
+    for (int i = 0; i < Half; ++i) {
+      const float give = upper ? v[i] : v[i + Half], keep = upper ? v[i + Half] : v[i];
+      v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, Mask);
+    }
+    fold<Half / 2, Mask / 2>(v, lane);
+  }
+}
+
 // Lane i < N gets the warp's sum of v[i], added in the order of warp_sum. N: a power of two up to 32.
 template <int N>
 __device__ __forceinline__ float warp_sums(float (&v)[N]) {
   const int lane = threadIdx.x % 32;
-  int m = 16;
-#pragma unroll
-  for (int half = N / 2; half > 0; half /= 2) {
-    const bool upper = lane & m;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float give = upper ? v[i] : v[i + half], keep = upper ? v[i + half] : v[i];
-      v[i] = keep + __shfl_xor_sync(0xFFFFFFFFu, give, m);
-    }
-    m /= 2;
-  }
+  fold<N / 2, 16>(v, lane);
   float sum = v[0];
 #pragma unroll
   for (int rest = 16 / N; rest > 0; rest /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, rest);
-  return __shfl_sync(0xFFFFFFFFu, sum, lane * (32 / N) % 32);
+  return N == 32 ? sum : __shfl_sync(0xFFFFFFFFu, sum, lane * (32 / N) % 32);
 }
 
 // Sum over a block of whole warps, at most 32; every thread gets it. `shared` holds 32 floats.

@@ -35,7 +35,7 @@ constexpr int kHeads = 8;
 constexpr int kThreads = 256;
 constexpr int kAtOnce = 4;  // latent rows that a warp scores together
 
-// Bytes: 64 rows of dim floats, twice (the second time from a cache), for eight heads. Operations: 8 * 4 * 64 * dim.
+// Bytes: 32 rows of dim floats, twice (the second time from a cache), for eight heads. Operations: 8 * 4 * 32 * dim.
 // Warps score four rows at a time with lanes over the columns; then threads sum columns over the rows.
 __global__ void __launch_bounds__(kThreads)
     attend_latent(const float* q, int64_t q_stride, const float* kv, int64_t kv_stride, const DeviceRow* rows,
@@ -100,12 +100,10 @@ __global__ void __launch_bounds__(kThreads)
   {
     // Warp h turns head h's scores into exponentials.
     const int h = warp;
-    const float a = lane < n ? weight[lane][h] : -INFINITY, b = lane + 32 < n ? weight[lane + 32][h] : -INFINITY;
-    const float largest = warp_max(fmaxf(a, b));
-    const float ea = lane < n ? expf(a - largest) : 0.0f, eb = lane + 32 < n ? expf(b - largest) : 0.0f;
-    weight[lane][h] = ea;
-    weight[lane + 32][h] = eb;
-    const float total = warp_sum(ea + eb);
+    const float a = lane < n ? weight[lane][h] : -INFINITY, largest = warp_max(a);
+    const float e = lane < n ? expf(a - largest) : 0.0f;
+    weight[lane][h] = e;
+    const float total = warp_sum(e);
     if (lane == 0 && h < n_heads)
       p.stats[(static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk] = {largest, total};
   }

@@ -63,14 +63,11 @@ __device__ __forceinline__ void finish(const LinearArgs& p, float v, int split, 
 template <int NT>
 __device__ __forceinline__ int rows_of_block(const LinearArgs& p, int64_t& expert, int (&in)[NT], int (&out)[NT]) {
   int n;
-  if (p.experts) {
+  if (NT == 1 && p.experts) {
     expert = p.experts[blockIdx.x];
     n = 1;
-#pragma unroll
-    for (int i = 0; i < NT; ++i) {
-      in[i] = static_cast<int>(blockIdx.x) / p.per_row;
-      out[i] = static_cast<int>(blockIdx.x);
-    }
+    in[0] = static_cast<int>(blockIdx.x) / p.per_row;
+    out[0] = static_cast<int>(blockIdx.x);
   } else if (p.items) {
     const ExpertItem item = p.items[blockIdx.x];
     expert = item.expert;
