@@ -47,6 +47,8 @@ def _cuda_status(module: Any) -> BackendStatus:
     devices, why = module.devices()
     speaks, built_with = module.runtime_versions()
     if not devices:
+        if not speaks:  # the runtime's own words for this are about versions
+            why = "no NVIDIA driver is installed"
         return BackendStatus("cuda", False, f"no device: {why} (built with CUDA {built_with})")
     described = []
     for name, size, problem in devices:

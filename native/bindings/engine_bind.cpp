@@ -281,7 +281,7 @@ py::array_t<float> all_logits(LoadedModel& model, Session& session, const py::ha
 }
 
 // rows: [(session, tokens, sampler or None, want_logits)] -> [(token or None, None or (logprob, top))]
-py::list run_step(LoadedModel& m, const py::sequence& rows) {
+py::list step_model(LoadedModel& m, const py::sequence& rows) {
   const size_t n = rows.size();
   std::vector<StepRow> step_rows(n);
   std::vector<std::vector<int32_t>> ids(n);
@@ -391,7 +391,7 @@ void bind_engine(py::module_& m) {
           [](const LoadedModel& l, int64_t rows, int64_t wanted) { return l.model->workspace_bytes(rows, wanted); },
           py::arg("rows"), py::arg("wanted"))
       .def("hidden_states", &hidden_states, py::arg("tokens"))
-      .def("step", &run_step, py::arg("rows"))
+      .def("step", &step_model, py::arg("rows"))
       .def("all_logits", &all_logits, py::arg("session"), py::arg("tokens"));
 
   py::class_<Session, SessionHolder>(m, "Session", py::module_local())

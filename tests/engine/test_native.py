@@ -61,7 +61,7 @@ def fake_cuda(devices: list[tuple[str, int, str]], why: str = "") -> Any:
     module.Backend, module.Model, module.Session, module.Sampler = FakeBackend, FakeModel, FakeSession, FakeSampler
     module.Unsupported = type("Unsupported", (RuntimeError,), {})
     module.devices = lambda: (devices, why)
-    module.runtime_versions = lambda: ("13.1" if devices else "", "13.0")
+    module.runtime_versions = lambda: ("" if why == INSUFFICIENT else "13.1", "13.0")
     return module
 
 
@@ -76,6 +76,7 @@ def gguf_file(tmp_path: Path) -> Path:
     return TinyLlama.make(layers=1).write_gguf(tmp_path / "tiny.gguf")
 
 
+INSUFFICIENT = "CUDA driver version is insufficient for CUDA runtime version"
 GPU = ("Test GPU", 24 * GIB, "")
 OLD = ("Old GPU", 8 * GIB, "no kernel image is available")
 
@@ -109,6 +110,7 @@ def test_auto_takes_a_usable_gpu(monkeypatch: pytest.MonkeyPatch, gguf_file: Pat
     ("devices", "why", "said"),
     [
         ([], "no CUDA-capable device is detected", "no device: no CUDA-capable device is detected"),
+        ([], INSUFFICIENT, "no device: no NVIDIA driver is installed"),
         ([OLD], "", "Old GPU, 8.0 GiB (not usable: no kernel image is available)"),
         ([OLD, GPU], "", "Test GPU, 24.0 GiB"),
     ],
