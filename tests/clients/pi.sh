@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Pi; PI_API picks the dialect: openai-completions, openai-responses or anthropic-messages.
+. "$(dirname "$0")/common.sh"
+need_node22
+need_npm pi "$PI"
+PI_API=${PI_API:-openai-completions}
+url=$BASE_URL/v1
+[ "$PI_API" != anthropic-messages ] || url=$BASE_URL
+mkdir -p "$RUN_HOME/.pi/agent"
+cat >"$RUN_HOME/.pi/agent/models.json" <<JSON
+{"providers": {"ds4": {"baseUrl": "$url", "api": "$PI_API", "apiKey": "$API_KEY",
+  "models": [{"id": "$MODEL", "reasoning": true, "input": ["text"], "contextWindow": $CONTEXT, "maxTokens": 4096}]}}}
+JSON
+run_clean PI_CODING_AGENT_DIR="$RUN_HOME/.pi/agent" PI_OFFLINE=1 PI_TELEMETRY=0 \
+  "$CLIENTS_DIR/pi/node_modules/.bin/pi" -p --mode json --provider ds4 --model "$MODEL" --thinking high --no-session \
+  "$PROMPT"
