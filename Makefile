@@ -17,12 +17,13 @@ STAMP   = $(VENV)/.built-cuda
 endif
 TESTED  = $(VENV)/.test-deps
 
-.PHONY: serve test lint cuda-check test-sanitize clean help
+.PHONY: serve test lint cuda-check test-clients test-sanitize clean help
 
 help:
 	@echo "make serve          build, fetch the demo model, start ds4-server on $(HOST):$(PORT) with $(SLOTS) slots"
 	@echo "make test           build, lint, run the tests, the fuzz targets and the sanitized tests"
 	@echo "make cuda-check     compile some CUDA sources, where nvcc is installed; DS4_CUDA=1 builds the backend"
+	@echo "make test-clients   real clients against a scripted model (installs them); CLIENT=codex runs one"
 	@echo "make test-sanitize  the native and Cython tests under ASan and UBSan"
 	@echo "make fuzz           the fuzz targets, FUZZ_SECONDS=60 in all"
 	@echo "make clean          remove .venv and build products"
@@ -64,6 +65,9 @@ cuda-check:
 test: lint cuda-check
 	$(BIN)/pytest
 	$(MAKE) fuzz test-sanitize
+
+test-clients: $(TESTED)
+	$(BIN)/pytest -m clients -k "$(CLIENT)" -rs --durations=0 tests/clients
 
 fuzz: $(TESTED)
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
