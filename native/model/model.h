@@ -60,7 +60,7 @@ class Model {
 };
 
 // model.forward(batch) by way of Ops::run; `batch` has no probe.
-inline Tensor run_step(Ops& ops, Model& model, const Batch& batch) {
+inline Tensor forward_step(Ops& ops, Model& model, const Batch& batch) {
   return ops.run({model.serial(), batch.ids, batch.rows, batch.wanted}, [&] { return model.forward(batch); });
 }
 

@@ -229,7 +229,7 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
         for (int32_t i = first; i < end; ++i) wanted.push_back(i);
     }
 
-    const Tensor logits = run_step(ops, *loaded.model, {.ids = ids, .rows = refs, .wanted = wanted, .probe = {}});
+    const Tensor logits = forward_step(ops, *loaded.model, {.ids = ids, .rows = refs, .wanted = wanted, .probe = {}});
 
     int64_t at = 0;
     std::vector<float> copy;

@@ -259,7 +259,8 @@ void bench_model(std::FILE* csv, int64_t layers) {
         ids.push_back(static_cast<int32_t>(ids_of.below(vocab)));
         wanted.push_back(static_cast<int32_t>(b));
       }
-      ops->to_host(run_step(*ops, *model, {.ids = ids, .rows = rows, .wanted = wanted, .probe = {}}), logits.data());
+      ops->to_host(forward_step(*ops, *model, {.ids = ids, .rows = rows, .wanted = wanted, .probe = {}}),
+                   logits.data());
       if (step >= 4) times.push_back(seconds() - t0);
     }
     std::nth_element(times.begin(), times.begin() + 10, times.end());

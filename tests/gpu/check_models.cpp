@@ -22,11 +22,11 @@ std::vector<float> run(Ops& ops, Model& model, State& state, const std::vector<i
       rows.push_back({&state, static_cast<int32_t>(at + i)});
       wanted.push_back(static_cast<int32_t>(i));
     }
-    const Tensor logits = run_step(ops, model,
-                                   {.ids = std::span(ids).subspan(static_cast<size_t>(at), static_cast<size_t>(n)),
-                                    .rows = rows,
-                                    .wanted = wanted,
-                                    .probe = {}});
+    const Tensor logits = forward_step(ops, model,
+                                       {.ids = std::span(ids).subspan(static_cast<size_t>(at), static_cast<size_t>(n)),
+                                        .rows = rows,
+                                        .wanted = wanted,
+                                        .probe = {}});
     const auto got = download(ops, logits);
     out.insert(out.end(), got.begin(), got.end());
   }
@@ -94,7 +94,7 @@ void check(Ops& cuda, Results& r, const RandomModel& random, const std::string& 
         wanted.push_back(static_cast<int32_t>(i));
       }
       const auto got =
-          download(cuda, run_step(cuda, *model, {.ids = tokens, .rows = rows, .wanted = wanted, .probe = {}}));
+          download(cuda, forward_step(cuda, *model, {.ids = tokens, .rows = rows, .wanted = wanted, .probe = {}}));
       for (size_t i = 0; i < states.size(); ++i) {
         const auto from = static_cast<ptrdiff_t>((lengths[i] + step) * vocab);
         r.equal({got.begin() + static_cast<ptrdiff_t>(i) * vocab, got.begin() + static_cast<ptrdiff_t>(i + 1) * vocab},
