@@ -14,12 +14,15 @@ __global__ void combine_kernel(Partials p, const int32_t* visible, const float* 
   const int chunks = (visible[t] + kChunk - 1) / kChunk;
   const float2* stats = p.stats + list * p.chunks;
   float largest = sinks ? sinks[h] : -INFINITY;
+#pragma unroll 8
   for (int c = 0; c < chunks; ++c) largest = fmaxf(largest, stats[c].x);
   float total = sinks ? expf(sinks[h] - largest) : 0.0f;
+#pragma unroll 8
   for (int c = 0; c < chunks; ++c) total = fmaf(stats[c].y, expf(stats[c].x - largest), total);
   const float inverse = 1.0f / total;
   for (int64_t d = threadIdx.x; d < dim; d += blockDim.x) {
     float sum = 0.0f;
+#pragma unroll 8
     for (int c = 0; c < chunks; ++c)
       sum = fmaf(p.sums[(list * p.chunks + c) * dim + d], expf(stats[c].x - largest), sum);
     out[t * stride + h * dim + d] = sum * inverse;
@@ -103,8 +106,9 @@ __global__ void __launch_bounds__(kThreads)
 
 void combine(const Device& device, const Partials& p, const int32_t* visible, const float* sinks, int64_t T,
              int64_t heads, int64_t dim, Tensor out) {
-  launch_kernel(device.stream(), dim3(static_cast<unsigned>(heads), static_cast<unsigned>(T)), 128, 0, combine_kernel,
-                p, visible, sinks, heads, dim, out.data, out.stride);
+  launch_kernel(device.stream(), dim3(static_cast<unsigned>(heads), static_cast<unsigned>(T)),
+                static_cast<unsigned>(std::min<int64_t>((dim + 31) / 32 * 32, 512)), 0, combine_kernel, p, visible,
+                sinks, heads, dim, out.data, out.stride);
   DS4_CUDA(cudaGetLastError());
 }
 

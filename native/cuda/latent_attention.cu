@@ -131,25 +131,26 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- indexer
 
-// Bytes: the index rows once for each 64 of them, q from the cache. Operations: 2 * rows * heads * dim.
+// Bytes: the index rows once, q once for each `at_once` of them, from the cache. Operations: 2 * rows * heads * dim.
 // Lanes are heads; a warp scores four rows together.
 constexpr int kScoreThreads = 128;
 
 __global__ void __launch_bounds__(kScoreThreads)
     score_rows(const float* q, int64_t q_stride, const float* weight, int64_t weight_stride, const DeviceRow* rows,
-               BufferPlace index, int ratio, int heads, int dim, int k, float* score, int64_t score_stride) {
+               BufferPlace index, int ratio, int heads, int dim, int k, int at_once, float* score,
+               int64_t score_stride) {
   begin_kernel();
   extern __shared__ float4 shared4[];
   const int t = blockIdx.y;
   const DeviceRow row = rows[t];
-  const int visible = (row.position + 1) / ratio, begin = blockIdx.x * 64;
+  const int visible = (row.position + 1) / ratio, begin = blockIdx.x * at_once;
   if (visible <= k || begin >= visible) return;
   const int quads = dim / 4, pitch = quads + 1;  // one quad more: lanes of a column fall into different banks
   const float4* q4 = reinterpret_cast<const float4*>(q + t * q_stride);
   for (int i = threadIdx.x; i < heads * quads; i += kScoreThreads) shared4[i / quads * pitch + i % quads] = q4[i];
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int j = begin + 4 * warp; j < min(begin + 64, visible); j += kScoreThreads / 32 * 4) {
+  for (int j = begin + 4 * warp; j < min(begin + at_once, visible); j += kScoreThreads / 32 * 4) {
     const float4* key[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r)
@@ -322,14 +323,16 @@ Selection select_rows(Context& context, Tensor q, Tensor weight, std::span<const
   const size_t shared = static_cast<size_t>(heads * (dim + 4)) * sizeof(float);
   if (shared > 48 * 1024)
     DS4_CUDA(cudaFuncSetAttribute(score_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  const int together = q.n <= 16 ? 16 : 64;  // few rows: more blocks of threads
   for (int64_t first = 0; first < q.n; first += at_once) {
     const int64_t n = std::min(at_once, q.n - first);
     auto* score = context.workspace.get<float>(Workspace::Scores, n * longest);
-    launch_kernel(context.device.stream(), dim3(static_cast<unsigned>((longest + 63) / 64), static_cast<unsigned>(n)),
+    launch_kernel(context.device.stream(),
+                  dim3(static_cast<unsigned>((longest + together - 1) / together), static_cast<unsigned>(n)),
                   kScoreThreads, shared, score_rows, q.data + first * q.stride, q.stride,
                   weight.data + first * weight.stride, weight.stride, list + first, state.place(index_rows),
-                  static_cast<int>(ratio), static_cast<int>(heads), static_cast<int>(dim), static_cast<int>(k), score,
-                  longest);
+                  static_cast<int>(ratio), static_cast<int>(heads), static_cast<int>(dim), static_cast<int>(k),
+                  together, score, longest);
     launch_kernel(context.device.stream(), static_cast<unsigned>(n), 1024, 0, top_k, score, longest, list + first,
                   static_cast<int>(ratio), static_cast<int>(k), out.ids + first * k, out.counts + first);
     DS4_CUDA(cudaGetLastError());
