@@ -1,6 +1,6 @@
-"""Holds the CUDA backend against the CPU backend on one model file; called by run_python.sh, one line per check.
+"""Holds the CUDA backend against the others on one model file; called by run_python.sh, one line per check.
 
-`ds4 logits` on both backends, then on the GPU alone: greedy text, batches and chunks bit for bit, a saved session, a
+`ds4 logits` on all backends, then on the GPU alone: greedy text, batches and chunks bit for bit, a saved session, a
 plan that does not fit. Exit status 1 when a check fails.
 """
 
@@ -59,23 +59,28 @@ def greedy(engine: Engine, prompt: list[int], n: int) -> tuple[list[int], float]
 def compare_logits(model: Path, prompt: list[int], out: Path) -> None:
     np.save(out / "tokens.npy", np.array(prompt, np.int32))
     rows = {}
-    for backend in ("cpu", "cuda"):
+    for backend in ("reference", "cpu", "cuda"):
         target = out / f"logits_{backend}.npy"
         status = ds4(["logits", str(model), "--tokens", str(out / "tokens.npy"), "--out", str(target), "--backend",
                       backend, "--chunk", "64"])  # fmt: skip
         assert status == 0
         rows[backend] = np.load(target)
         target.unlink()
-    cpu, cuda = rows["cpu"], rows["cuda"]
-    scale = float(cpu.std())
-    error = np.abs(cpu - cuda)
-    cosine = (cpu * cuda).sum(-1) / np.sqrt((cpu**2).sum(-1) * (cuda**2).sum(-1))
-    same = float((cpu.argmax(-1) == cuda.argmax(-1)).mean())
+    exact = rows.pop("reference")
+    mean, same = {}, {}
+    for backend, found in rows.items():
+        error = np.abs(found - exact) / exact.std()
+        mean[backend], same[backend] = float(error.mean()), float((found.argmax(-1) == exact.argmax(-1)).mean())
+        print(
+            f"  {backend:4} against reference, {len(exact)} positions: difference in standard deviations of the logits "
+            f"mean {mean[backend]:.5f}, largest {error.max():.4f}; same best token {100 * same[backend]:.1f}%"
+        )
+    # Quantised activations may flip a choice of experts or rows, on any backend; the CPU backend says how often.
     check(
-        "ds4 logits, cuda against cpu",
-        bool(np.isfinite(cuda).all()) and float(cosine.min()) > 0.995 and same > 0.9,
-        f"{cpu.shape[0]} positions, largest difference {error.max() / scale:.4f} of a standard deviation, mean "
-        f"{error.mean() / scale:.5f}, least cosine {cosine.min():.6f}, same best token {100 * same:.1f}%",
+        "ds4 logits: cuda is as close to the reference as the CPU is",
+        bool(np.isfinite(rows["cuda"]).all())
+        and mean["cuda"] <= 1.25 * mean["cpu"] + 1e-3
+        and same["cuda"] >= same["cpu"] - 0.03,
     )
 
 
