@@ -136,7 +136,8 @@ void check(Ops& cuda, Results& r, const RandomModel& random, const std::string& 
 
 void check_models(Ops& cuda, Results& r, uint64_t seed) {
   check(cuda, r, random_llama(seed, {DType::F32, DType::F32}), "llama F32", 1e-3, 0.98);
-  check(cuda, r, random_llama(seed + 1, {DType::Q8_0, DType::Q4_K}), "llama Q8_0/Q4_K", 5e-2, 0.8);
+  // The error is the rounding of activations to int8, which the reference does not do: 0.016 to 0.062 over ten seeds.
+  check(cuda, r, random_llama(seed + 1, {DType::Q8_0, DType::Q4_K}), "llama Q8_0/Q4_K", 0.1, 0.8);
   check(cuda, r, random_deepseek(tiny_deepseek(), seed + 2, {DType::F32, DType::F32, DType::F32, DType::F32}, false),
         "deepseek4 F32, no rounding", 1e-3, 0.98);
   check(cuda, r,
