@@ -16,8 +16,15 @@ SOURCES += $(wildcard native/cuda/*.cu)
 STAMP   = $(VENV)/.built-cuda
 endif
 TESTED  = $(VENV)/.test-deps
+FUZZ_SECONDS ?= 60
 
-.PHONY: serve test lint cuda-check test-clients test-sanitize clean help
+# The tests of everything native, once more on a build with sanitizers. Leaks are not looked for: CPython itself
+# keeps memory to its end.
+SANITIZED  = build/sanitize
+SAN_TESTS  = tests/native tests/test_core.py tests/test_json.py tests/test_dsml.py tests/test_rax.py \
+             tests/engine/test_session.py tests/engine/test_payload.py tests/engine/test_sampler.py
+
+.PHONY: serve test lint cuda-check test-clients test-sanitize fuzz clean help
 
 help:
 	@echo "make serve          build, fetch the demo model, start ds4-server on $(HOST):$(PORT) with $(SLOTS) slots"
