@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
+# Tools call each other by name (cython-lint starts pycodestyle).
+export PATH := $(abspath $(BIN)):$(PATH)
 HOST   ?= 127.0.0.1
 PORT   ?= 8000
 SLOTS  ?= 16
