@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def versions(packages: Iterable[str] = ("ds4",)) -> dict[str, str]:
+def versions(packages: Iterable[str] = ()) -> dict[str, str]:
     """Versions of Python, of `packages`, and the commit of this checkout."""
     found = {"python": platform.python_version()}
     for name in packages:
@@ -70,14 +70,16 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def save(name: str, result: dict[str, Any], packages: Iterable[str] = ("ds4",)) -> Path:
+def save(name: str, result: dict[str, Any], packages: Iterable[str] = ()) -> Path:
     """Writes `bench/results/NAME.json` with the machine, versions, date and command line; returns the path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    command = " ".join(["python", str(Path(sys.argv[0])), *sys.argv[1:]])
+    # Paths of one machine mean nothing elsewhere.
+    arguments = [Path(a).name if a.startswith("/") else a for a in sys.argv[1:]]
+    command = " ".join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *arguments])
     body = {
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d"),
-        "command": command.replace(str(Path.cwd()) + "/", ""),
+        "command": command,
         "machine": machine(),
         "versions": versions(packages),
         **result,
