@@ -78,7 +78,7 @@ cuda-check:
 
 test: lint cuda-check
 	$(BIN)/pytest
-	$(MAKE) fuzz test-sanitize
+	$(MAKE) -j2 --output-sync=target fuzz test-sanitize
 
 test-clients: $(TESTED)
 	$(BIN)/pytest -m clients -k "$(CLIENT)" -rs --durations=0 tests/clients
