@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from ds4.server.types import Failed, Finish, GenerationRequest, Started
 
@@ -92,7 +92,14 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
+# Only type checkers know the parameter: Python 3.10's class takes none.
+if TYPE_CHECKING:
+    _TextHandler = logging.StreamHandler[TextIO]
+else:
+    _TextHandler = logging.StreamHandler
+
+
+class _StderrHandler(_TextHandler):
     """Writes a line in one call. A stderr that went away (closed pipe) must not take the server with it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
