@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-import struct
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
+from ds4.engine.encoding import EncodedPrompt, PromptEncoder, SpecialSegment, special_key, well_formed
 from ds4.errors import ModelFileError, UnsupportedModelError
-
-SPECIAL_KEY_BYTE = 0xFF
-"""First byte of a special token in a prompt's cache key: it does not occur in UTF-8."""
-
-_CACHE_COST = 1 << 25
-_CACHE_ENTRY_COST = 256
-"""What an entry counts beside its characters."""
 
 # Token types of `tokenizer.ggml.token_type` (GGUF specification).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -105,16 +96,6 @@ def _unescaped(pattern: str) -> str:
     return pattern.replace("\\r", "\r").replace("\\n", "\n").replace('\\"', '"')
 
 
-class SpecialSegment(Protocol):
-    """A special token in a rendered prompt, by its text (`ds4.prompt.types.Special`).
-
-    One with a true attribute `optional` is text for a vocabulary that lacks it.
-    """
-
-    @property
-    def text(self) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:
     """What a model file says about its tokenizer. `where` is the file, for errors.
@@ -154,9 +135,7 @@ class Tokenizer:
             self._special_ids.setdefault(text, token)
         names = sorted((t for t in self._special_ids if t), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, names))) if names else None
-        self._cache: OrderedDict[str, list[int]] = OrderedDict()
-        self._cached = 0
-        self._lock = Lock()
+        self._prompts = PromptEncoder(self.encode, self.special_id, spec.where)
 
     # ---- facts
 
@@ -210,57 +189,17 @@ class Tokenizer:
             start = match.end()
         return ids + self.encode(text[start:])
 
-    def encode_segments(self, segments: Iterable[str | SpecialSegment]) -> list[int]:
-        """Ids of a rendered prompt. Adjacent texts are one text. Texts are remembered by content, so that a
-        conversation that grows is not encoded twice.
+    def encode_prompt(self, segments: Iterable[str | SpecialSegment]) -> EncodedPrompt:
+        """Ids and cache key of a rendered prompt. Adjacent texts are one text. Prompts are remembered by content.
 
         Raises ValueError for a special token that the vocabulary does not have.
         """
-        ids: list[int] = []
-        for part in self._parts(segments):
-            if isinstance(part, str):
-                ids += self._encode_cached(part)
-            else:
-                ids.append(self._require_special(part.text))
+        return self._prompts(segments)
+
+    def encode_segments(self, segments: Iterable[str | SpecialSegment]) -> list[int]:
+        """The ids alone, as `encode_prompt` finds them."""
+        ids: list[int] = self._prompts(segments).ids.tolist()
         return ids
-
-    def _parts(self, segments: Iterable[str | SpecialSegment]) -> Iterator[str | SpecialSegment]:
-        """The segments with adjacent texts as one and without empty ones."""
-        texts: list[str] = []
-        for segment in segments:
-            if isinstance(segment, str):
-                texts.append(segment)
-            elif getattr(segment, "optional", False) and segment.text not in self._special_ids:
-                texts.append(segment.text)
-            else:
-                if texts:
-                    yield "".join(texts)
-                    texts.clear()
-                yield segment
-        if texts:
-            yield "".join(texts)
-
-    def _encode_cached(self, text: str) -> list[int]:
-        cost = len(text) + _CACHE_ENTRY_COST
-        with self._lock:
-            if (known := self._cache.get(text)) is not None:
-                self._cache.move_to_end(text)
-                return known
-        ids = self.encode(text)
-        if cost > _CACHE_COST // 4:
-            return ids
-        with self._lock:
-            if text not in self._cache:
-                self._cache[text] = ids
-                self._cached += cost
-                while self._cached > _CACHE_COST:
-                    self._cached -= len(self._cache.popitem(last=False)[0]) + _CACHE_ENTRY_COST
-        return ids
-
-    def _require_special(self, text: str) -> int:
-        if (token := self._special_ids.get(text)) is None:
-            raise ValueError(f"the vocabulary of {self.spec.where} has no special token {text!r}")
-        return token
 
     # ---- ids to bytes
 
@@ -302,28 +241,12 @@ class Tokenizer:
 
         Raises ValueError for a special token that the vocabulary does not have.
         """
-        return b"".join(
-            well_formed(part).encode() if isinstance(part, str) else _special_key(self._require_special(part.text))
-            for part in self._parts(segments)
-        )
+        return self._prompts(segments).key
 
     def key_bytes_of_ids(self, ids: Iterable[int]) -> bytes:
         """The cache key of a sequence of tokens, as `key_bytes` writes it."""
         specials = self.spec.specials
-        return b"".join(_special_key(i) if i in specials else self.token_bytes(i) for i in ids)
-
-
-def well_formed(text: str) -> str:
-    """The text with surrogate pairs joined and unpaired surrogates replaced by U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
-
-
-def _special_key(token: int) -> bytes:
-    return struct.pack("<BI", SPECIAL_KEY_BYTE, token)
+        return b"".join(special_key(i) if i in specials else self.token_bytes(i) for i in ids)
 
 
 def _byte_alphabet() -> dict[int, str]:

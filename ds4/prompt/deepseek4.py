@@ -92,7 +92,7 @@ class DeepSeek4Renderer:
         before = ""
         for i, message in enumerate(turns):
             if is_user_like(message):
-                draft.add(*self._opening(before, message), self._body(message))
+                draft.add(*self._opening(before, message), *self._body(message))
             else:
                 if self._official or before in ("user", "tool"):
                     draft.add(ASSISTANT)
@@ -111,8 +111,8 @@ class DeepSeek4Renderer:
         goes_on = before in ("user", "tool") and (message.joined or before == message.role == "tool")
         return [] if goes_on else [USER]
 
-    def _body(self, message: Message) -> str:
-        return self._dsml.result(message.content) if message.role == "tool" else message.content
+    def _body(self, message: Message) -> tuple[Segment, ...]:
+        return self._dsml.result(message.content) if message.role == "tool" else (message.content,)
 
 
 def header(draft: Draft, dsml: Dsml, prefix: Message | None, *, thinking: bool) -> RenderedPrompt:

@@ -81,7 +81,7 @@ class DeepSeek41Renderer:
                 pending, user_open = True, False
             elif is_user_like(message):
                 draft.add("\n\n" if user_open else USER)
-                draft.add(self._dsml.result(message.content) if message.role == "tool" else message.content)
+                draft.add(*(self._dsml.result(message.content) if message.role == "tool" else (message.content,)))
                 pending = user_open = True
             else:
                 if pending or self._official:

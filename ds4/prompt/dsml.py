@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds4._json import JSONError, Node, dumps, parse
-from ds4.prompt.draft import marked, marked_outside
+from ds4.bounded import remembered
+from ds4.prompt.draft import CALLS_COST, marked, sampled_block
 from ds4.prompt.escaping import escape
 from ds4.prompt.history import replayed
 from ds4.prompt.types import Segment, Special, Tool, ToolCall
@@ -93,22 +94,23 @@ class Dsml:
             return []
         raw = replayed(calls)
         if raw is not None:
-            return marked_outside(raw, _PAYLOAD, _TAGS)
+            return list(sampled_block(raw, _PAYLOAD, _TAGS))
         block = [*self._own(f"\n\n<｜DSML｜{self.calls}>\n")]
         for call in calls:
-            block += self._call(call)
+            block += _call(self, call.name, call.arguments)
         return [*block, *self._own(f"</｜DSML｜{self.calls}>")]
 
     def _own(self, text: str) -> tuple[Segment, ...]:
         return marked(text, _TAGS)
 
-    def _call(self, call: ToolCall) -> Iterable[Segment]:
+    def call(self, name: str, arguments: str) -> Iterable[Segment]:
+        """One call of a block."""
         yield from self._own(f"<｜DSML｜{self.invoke} name=")
-        yield f'"{_attribute(call.name)}">\n'
-        parameters = self._parameters(call.arguments)
-        for name, value, is_string in parameters:
+        yield f'"{_attribute(name)}">\n'
+        parameters = self._parameters(arguments)
+        for parameter, value, is_string in parameters:
             yield from self._own(f"<｜DSML｜{self.parameter} name=")
-            yield f'"{_attribute(name)}" string="{"true" if is_string else "false"}">{value}'
+            yield f'"{_attribute(parameter)}" string="{"true" if is_string else "false"}">{value}'
             yield from self._own(f"</｜DSML｜{self.parameter}>\n")
         if self.official == "V4.1" and not parameters:
             yield "\n"
@@ -138,9 +140,14 @@ class Dsml:
         return parameters
 
     @staticmethod
-    def result(content: str) -> str:
+    def result(content: str) -> tuple[Segment, ...]:
         """One result of a call."""
-        return f"<tool_result>{escape(content, _RESULT_END)}{_RESULT_END}"
+        return "<tool_result>", escape(content, _RESULT_END), _RESULT_END
+
+
+@remembered(CALLS_COST, lambda dsml, name, arguments: 4 * len(arguments) + 512)
+def _call(dsml: Dsml, name: str, arguments: str) -> tuple[Segment, ...]:
+    return tuple(dsml.call(name, arguments))
 
 
 def _attribute(text: str) -> str:

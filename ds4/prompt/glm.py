@@ -15,8 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from ds4.bounded import remembered
 from ds4.prompt.arguments import argument_members
-from ds4.prompt.draft import WHITE_SPACE, Draft, marked, marked_outside
+from ds4.prompt.draft import CALLS_COST, WHITE_SPACE, Draft, marked, sampled_block
 from ds4.prompt.effort import effort_name
 from ds4.prompt.escaping import escape
 from ds4.prompt.history import has_tool_context, is_user_like, last_user_like, replayed, results_first, split_prefix
@@ -140,13 +141,18 @@ def calls_block(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> list[Segmen
         return []
     raw = replayed(calls)
     if raw is not None:
-        return marked_outside(raw, _PAYLOAD, _TAGS)
+        return list(sampled_block(raw, _PAYLOAD, _TAGS))
     schemas = {tool.name: tool.schema for tool in tools}
     block: list[Segment] = []
     for call in calls:
-        block += [*marked("<tool_call>", _TAGS), call.name.replace("<", "&lt;")]
-        for key, value in argument_members(call.arguments, schemas.get(call.name), _VALUE_END):
-            block += [*marked("<arg_key>", _TAGS), escape(key, _KEY_END), *marked("</arg_key><arg_value>", _TAGS)]
-            block += [value, *marked(_VALUE_END, _TAGS)]
-        block += marked("</tool_call>", _TAGS)
+        block += _call(call.name, call.arguments, schemas.get(call.name))
     return block
+
+
+@remembered(CALLS_COST, lambda name, arguments, schema: 4 * len(arguments) + 512)
+def _call(name: str, arguments: str, schema: str | None) -> tuple[Segment, ...]:
+    call: list[Segment] = [*marked("<tool_call>", _TAGS), name.replace("<", "&lt;")]
+    for key, value in argument_members(arguments, schema, _VALUE_END):
+        call += [*marked("<arg_key>", _TAGS), escape(key, _KEY_END), *marked("</arg_key><arg_value>", _TAGS)]
+        call += [value, *marked(_VALUE_END, _TAGS)]
+    return *call, *marked("</tool_call>", _TAGS)

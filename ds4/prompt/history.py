@@ -24,12 +24,12 @@ def has_tool_context(conversation: Conversation, messages: Iterable[Message] = (
     )
 
 
-def replayed(calls: Sequence[ToolCall]) -> str | None:
+def replayed(calls: Sequence[ToolCall]) -> bytes | None:
     """The block in which all calls of a turn were sampled, if it is known: it is drawn as it was."""
     raw = calls[0].raw if calls else None
     if raw is None or any(call.raw != raw for call in calls):
         return None
-    return raw.decode("utf-8", "replace")
+    return raw
 
 
 def split_prefix(messages: Sequence[Message], conversation: Conversation) -> tuple[list[Message], Message | None]:

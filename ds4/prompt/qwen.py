@@ -69,7 +69,7 @@ def _turns(draft: Draft, conversation: Conversation, messages: Sequence[Message]
             continue
         for message in run:
             if message.role == "user":
-                draft.add(_START, f"user\n{message.content.strip(WHITE_SPACE)}", _END, "\n")
+                draft.add(_START, "user\n", message.content.strip(WHITE_SPACE), _END, "\n")
             else:
                 draft.add(_START, "assistant\n", *_answer(message, conversation.tools), _END, "\n")
     thinking = effort_name(conversation.effort) != "none"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from ds4.bounded import remembered
 from ds4.prompt.arguments import argument_members
-from ds4.prompt.draft import marked, marked_outside
+from ds4.prompt.draft import CALLS_COST, marked, sampled_block
 from ds4.prompt.escaping import escape
 from ds4.prompt.history import replayed
 from ds4.prompt.schemas import offered_schemas
@@ -73,15 +74,21 @@ def calls_block(calls: Sequence[ToolCall], tools: Sequence[Tool], *, after_text:
         return []
     raw = replayed(calls)
     if raw is not None:
-        return marked_outside(raw, _PAYLOAD, _TAGS)
+        return list(sampled_block(raw, _PAYLOAD, _TAGS))
     schemas = {tool.name: tool.schema for tool in tools}
     block: list[Segment] = ["\n\n"] if after_text else []
     for i, call in enumerate(calls):
-        block += [*marked("\n<tool_call>" if i else "<tool_call>", _TAGS), f"\n<function={_name(call.name)}>\n"]
-        for key, value in argument_members(call.arguments, schemas.get(call.name), _PARAMETER_END):
-            block.append(f"<parameter={_name(key)}>\n{value}\n</parameter>\n")
-        block += ["</function>\n", *marked("</tool_call>", _TAGS)]
+        block += marked("\n<tool_call>" if i else "<tool_call>", _TAGS)
+        block += _call(call.name, call.arguments, schemas.get(call.name))
     return block
+
+
+@remembered(CALLS_COST, lambda name, arguments, schema: 4 * len(arguments) + 512)
+def _call(name: str, arguments: str, schema: str | None) -> tuple[Segment, ...]:
+    """One call inside its tag, with the tag's end."""
+    members = argument_members(arguments, schema, _PARAMETER_END)
+    parameters = [f"<parameter={_name(key)}>\n{value}\n</parameter>\n" for key, value in members]
+    return f"\n<function={_name(name)}>\n", *parameters, "</function>\n", *marked("</tool_call>", _TAGS)
 
 
 def _name(text: str) -> str:
@@ -93,6 +100,6 @@ def results_block(results: Iterable[str]) -> list[Segment]:
     """The results of one run of tool messages, as they stand in a user turn."""
     block: list[Segment] = []
     for i, result in enumerate(results):
-        block += [*marked("\n<tool_response>" if i else "<tool_response>", _TAGS), f"\n{escape(result, _RESULT_END)}\n"]
-        block += marked(_RESULT_END, _TAGS)
+        block += marked("\n<tool_response>" if i else "<tool_response>", _TAGS)
+        block += ("\n", escape(result, _RESULT_END), "\n", *marked(_RESULT_END, _TAGS))
     return block

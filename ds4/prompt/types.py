@@ -75,16 +75,36 @@ Segment = str | Special
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """Segments of a prompt. `thinking` says that generation starts inside an open reasoning block."""
+    """A prompt as it was drawn: neighbouring texts in `drawn` are one text, which the tokenizer joins.
 
-    segments: tuple[Segment, ...]
+    They stay apart because the long ones among them are the client's own strings, known from its last request.
+    `thinking` says that generation starts inside an open reasoning block.
+    """
+
+    drawn: tuple[Segment, ...]
     thinking: bool = False
     warnings: tuple[str, ...] = field(default=())
 
     @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The same with neighbouring texts joined."""
+        joined: list[Segment] = []
+        texts: list[str] = []
+        for segment in (*self.drawn, None):
+            if isinstance(segment, str):
+                texts.append(segment)
+                continue
+            if texts:
+                joined.append("".join(texts))
+                texts.clear()
+            if segment is not None:
+                joined.append(segment)
+        return tuple(joined)
+
+    @property
     def text(self) -> str:
         """The prompt as one string, for people and traces."""
-        return "".join(s if isinstance(s, str) else s.text for s in self.segments)
+        return "".join(s if isinstance(s, str) else s.text for s in self.drawn)
 
 
 class Renderer(Protocol):

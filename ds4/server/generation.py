@@ -123,7 +123,7 @@ class Generation:
         if request.ignore_eos:
             self.sampler.forbid(tuple(tokenizer.eos_ids))
         if request.sampling.repetition_penalty != 1.0:
-            self.sampler.observe(request.prompt_tokens, prompt=True)
+            self.sampler.observe(job.prompt.tolist(), prompt=True)
         self._constrained: Constrained | None = None
         if request.constraint is not None:
             self._constrained = Constrained(

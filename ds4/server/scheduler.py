@@ -199,13 +199,14 @@ class Scheduler:
         if count > self._ctx:
             raise ContextLengthError(count, self._ctx)
         try:
-            ids = np.asarray(request.prompt_tokens, np.int64)
+            tokens = request.prompt_tokens
+            ids = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens, np.int64)
         except OverflowError:
             raise RequestError(f"a token is outside the vocabulary of {vocab}", param="prompt") from None
         for extreme in (int(ids.min()), int(ids.max())):
             if not 0 <= extreme < vocab:
                 raise RequestError(f"token {extreme} is outside the vocabulary of {vocab}", param="prompt")
-        return ids.astype(np.int32)
+        return ids.astype(np.int32, copy=False)
 
     def cancel(self, job: Job) -> None:
         """Ends a job wherever it is, at the latest after the running step. Harmless when it is over."""

@@ -6,9 +6,12 @@ context). The scheduler turns it into events; `api/*` turns events into its dial
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from ds4.engine.constraint import Constraint
 from ds4.engine.types import SamplingParams, TokenLogprobs
@@ -31,7 +34,7 @@ class GenerationRequest:
     id: str
     dialect: Dialect
     model: str
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: Sequence[int] | npt.NDArray[np.int32]
     key: bytes
     sampling: SamplingParams
     max_tokens: int

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
+from ds4.engine.encoding import EncodedPrompt
+
 BYTES = 256
 FIRST_PIECE = 1024
 VOCAB_SIZE = 1 << 17
@@ -78,6 +82,11 @@ class ScriptedTokenizer:
                 ids.append(self._special_ids[name])
                 at += len(name)
         return ids
+
+    def encode_prompt(self, segments: Iterable[object]) -> EncodedPrompt:
+        """As `encode_segments` and `key_bytes` at once."""
+        segments = tuple(segments)
+        return EncodedPrompt(np.array(self.encode_segments(segments), np.int32), self.key_bytes(segments))
 
     def encode_segments(self, segments: Iterable[object]) -> list[int]:
         """Segments are `str` or have a `.text` naming a special token; an unknown name is learned."""

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 
 from ds4.engine.demo import demo_model_path
+from ds4.engine.encoding import well_formed
 from ds4.engine.model_file import open_model_file
 from ds4.engine.tokenizer import (
     PRE_TOKENIZERS,
@@ -20,7 +21,6 @@ from ds4.engine.tokenizer import (
     pre_tokenizer_name,
     spec_from_gguf,
     spec_from_json,
-    well_formed,
 )
 from ds4.errors import ModelFileError, UnsupportedModelError
 
@@ -118,18 +118,6 @@ def test_remembered_texts_give_the_same_ids(demo: Tokenizer) -> None:
     first = demo.encode_segments([text, Special("<|im_end|>")])
     first.append(7)
     assert demo.encode_segments([text, Special("<|im_end|>")]) == first[:-1] == [*demo.encode(text), 2]
-
-
-def test_memory_of_texts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds4.engine.tokenizer._CACHE_COST", 4000)
-    tokenizer = small()
-    calls = []
-    encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text: calls.append(text) or encode(text))
-    for text in ["a", "a", *(f"text {i}" for i in range(40)), "text 39", "a", "x" * 2000, "x" * 2000]:
-        assert tokenizer.encode_segments([text]) == encode(text)
-    assert calls == ["a", *(f"text {i}" for i in range(40)), "a", "x" * 2000, "x" * 2000]
-    assert tokenizer._cached == sum(len(t) + 256 for t in tokenizer._cache) <= 4000
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ dialect gave them in another's words, so a part counts by its `text`, whatever i
 from __future__ import annotations
 
 from ds4._json import Node
+from ds4.server.api.texts import string
 
 IMAGES = frozenset({"image_url", "input_image", "image"})
 
@@ -18,7 +19,7 @@ def text_of(node: Node | None) -> str:
     if node is None:
         return ""
     if node.kind == "str":
-        return node.as_str()
+        return string(node)
     if node.kind != "array":
         raise node.error(f"Expected `str` or `array`, got `{node.kind}`")
     return "".join([part_text(part) for part in node])
@@ -27,7 +28,7 @@ def text_of(node: Node | None) -> str:
 def part_text(part: Node) -> str:
     """The text of one part."""
     if part.kind == "str":
-        return part.as_str()
+        return string(part)
     kind = part.as_object().get_str("type", "text")
     if kind in IMAGES:
         raise part["type"].error(NO_IMAGES)
@@ -46,7 +47,7 @@ def result_text(node: Node | None) -> str:
     if node is None:
         return ""
     if node.kind == "str":
-        return node.as_str()
+        return string(node)
     if node.kind != "array":
         return node.minified()
     return "".join([_result_part(part) for part in node])
@@ -67,4 +68,4 @@ def arguments_text(node: Node | None) -> str:
     """Arguments as the client sent them, whatever they are: a string need not be JSON, a value need not be a string."""
     if node is None:
         return "{}"
-    return node.as_str() if node.kind == "str" else node.minified()
+    return string(node) if node.kind == "str" else node.minified()

@@ -11,6 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
 from ds4.engine.constraint import Compiler, Constraint
 from ds4.engine.types import EngineLike, SamplingParams
 from ds4.errors import RequestError
@@ -25,10 +28,10 @@ _INLINE_CHARACTERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered prompt with its tokens and its cache key (decision D2: a special token is 0xFF and its id)."""
+    """A rendered prompt with its tokens, [n] int32, and its cache key (a special token is 0xFF and its id)."""
 
     rendered: RenderedPrompt
-    tokens: tuple[int, ...]
+    tokens: npt.NDArray[np.int32]
     key: bytes
 
 
@@ -65,7 +68,8 @@ class Preparer:
         encode = self._tokenizer.encode_with_specials if specials else self._tokenizer.encode
         tokens = encode(text) if len(text) <= _INLINE_CHARACTERS else await asyncio.to_thread(encode, text)
         first = self._tokenizer.bos_id if bos and self._tokenizer.add_bos else None
-        return self._of_tokens(text, tokens if first is None or tokens[:1] == [first] else [first, *tokens])
+        whole = tokens if first is None or tokens[:1] == [first] else [first, *tokens]
+        return self._of_tokens(RenderedPrompt((text,)), whole)
 
     def token_prompt(self, tokens: list[int]) -> Prompt:
         """A prompt that is tokens already."""
@@ -73,10 +77,10 @@ class Preparer:
             text = self._tokenizer.decode(tokens)
         except KeyError as error:
             raise RequestError(f"there is no token {error}", param="prompt") from None
-        return self._of_tokens(text.decode("utf-8", "replace"), tokens)
+        return self._of_tokens(RenderedPrompt((text.decode("utf-8", "replace"),)), tokens)
 
-    def _of_tokens(self, text: str, tokens: list[int]) -> Prompt:
-        return Prompt(RenderedPrompt((text,)), tuple(tokens), self._key(tokens))
+    def _of_tokens(self, rendered: RenderedPrompt, tokens: list[int]) -> Prompt:
+        return Prompt(rendered, np.array(tokens, np.int32), self._key(tokens))
 
     def _key(self, tokens: list[int]) -> bytes:
         """The key of a prompt that came as tokens; empty when it could be taken for another prompt's."""
@@ -90,10 +94,9 @@ class Preparer:
     def _prompt(self, conversation: Conversation) -> Prompt:
         rendered = self.renderer.render(conversation)
         if self._specials_in_text:
-            tokens = self._tokenizer.encode_with_specials(rendered.text)
-            return Prompt(rendered, tuple(tokens), self._key(tokens))
-        tokens = self._tokenizer.encode_segments(rendered.segments)
-        return Prompt(rendered, tuple(tokens), self._tokenizer.key_bytes(rendered.segments))
+            return self._of_tokens(rendered, self._tokenizer.encode_with_specials(rendered.text))
+        encoded = self._tokenizer.encode_prompt(rendered.drawn)
+        return Prompt(rendered, encoded.ids, encoded.key)
 
     def request(
         self,

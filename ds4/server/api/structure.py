@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ds4._json import Node, parse
+from ds4.bounded import remembered
 from ds4.engine.constraint import Compiler, Constraint, Grammar, GrammarError, keyword_path
 from ds4.errors import RequestError
 from ds4.prompt.call_grammar import SYNTAXES, CallGrammar, Function, SchemaError
@@ -152,13 +153,19 @@ def _declared(body: Node, tools: Sequence[Tool]) -> Iterable[Declared]:
             if name is not None and name.kind == "str":
                 places[name.as_str()] = declaration.path.removeprefix("$.")
     for tool in tools:
-        declaration = parse(tool.schema.encode())
-        member = next((m for m in ("parameters", "input_schema") if declaration.get(m) is not None), "parameters")
-        schema = declaration.get_object(member)
-        parameters: dict[str, Any] = {} if schema is None else json.loads(schema.minified())
-        strict = declaration.get_bool("strict", False)
+        function, member = _function(tool.name, tool.schema)
         place = places.get(tool.name, f"tools.{tool.name[:64]}")
-        yield Declared(Function(tool.name, parameters, strict), f"{place}.{member}")
+        yield Declared(function, f"{place}.{member}")
+
+
+@remembered(16 << 20, lambda name, declared: 8 * len(declared))
+def _function(name: str, declared: str) -> tuple[Function, str]:
+    """What a declaration says, and the name of the member that holds its schema."""
+    declaration = parse(declared.encode())
+    member = next((m for m in ("parameters", "input_schema") if declaration.get(m) is not None), "parameters")
+    schema = declaration.get_object(member)
+    parameters: dict[str, Any] = {} if schema is None else json.loads(schema.minified())
+    return Function(name, parameters, declaration.get_bool("strict", False)), member
 
 
 # ---- the constraint ---------------------------------------------------------------------------------------------
