@@ -125,6 +125,7 @@ def _memory_plan(model: ModelFile, ctx: int | None, slots: int) -> dict[str, Any
         "weight_bytes": plan.weight_bytes,
         "state_bytes_per_slot": plan.state_bytes,
         "workspace_bytes": plan.workspace_bytes,
+        "start_bytes": plan.at_start,
         "total_bytes": plan.total,
         "available_bytes": plan.available_bytes,
     }
@@ -226,9 +227,10 @@ def _render(facts: dict[str, Any]) -> None:
                 ">",
                 rows=[
                     ("weights", _size(m["weight_bytes"])),
-                    ("one full session", _size(m["state_bytes_per_slot"])),
                     ("workspace", _size(m["workspace_bytes"])),
-                    ("total", _size(m["total_bytes"])),
+                    ("at start", _size(m["start_bytes"])),
+                    ("one full session", _size(m["state_bytes_per_slot"])),
+                    ("all sessions full", _size(m["total_bytes"])),
                     ("available", _size(m["available_bytes"])),
                 ],
             )

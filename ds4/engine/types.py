@@ -83,7 +83,13 @@ class MemoryPlan:
     """Whether the bytes are those of a GPU's own memory."""
 
     @property
+    def at_start(self) -> int:
+        """What is taken before the first token: sessions are empty and cost nothing yet."""
+        return self.weight_bytes + self.workspace_bytes
+
+    @property
     def total(self) -> int:
+        """What is taken when every session is full."""
         return self.weight_bytes + self.state_bytes * self.slots + self.workspace_bytes
 
 

@@ -178,9 +178,9 @@ class App:
         lines = [
             f"model {info.name} ({info.family}, {info.n_params / 1e6:.1f} M parameters) from {info.path}",
             f"context {ctx} tokens per session (trained {info.ctx_train}), {config.engine.slots} sessions",
-            f"memory: weights {plan.weight_bytes / _GIB:.2f} GiB + {plan.slots} x state "
-            f"{plan.state_bytes / _GIB:.2f} GiB + workspace {plan.workspace_bytes / _GIB:.2f} GiB "
-            f"= {plan.total / _GIB:.2f} GiB of {plan.available_bytes / _GIB:.2f} GiB available"
+            f"memory: weights {plan.weight_bytes / _GIB:.2f} GiB + workspace {plan.workspace_bytes / _GIB:.2f} GiB "
+            f"= {plan.at_start / _GIB:.2f} GiB now; + {plan.slots} x state of up to {plan.state_bytes / _GIB:.2f} GiB "
+            f"= {plan.total / _GIB:.2f} GiB at full context, of {plan.available_bytes / _GIB:.2f} GiB available"
             f"{' on the device' if plan.on_device else ''}",
         ]
         lines.append(f"backend {self.engine.backend_name}, of this process in huge pages: {_huge_pages()}")

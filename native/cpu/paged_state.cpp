@@ -1,6 +1,7 @@
 #include "cpu/paged_state.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "quant/quant.h"
@@ -10,6 +11,10 @@ namespace ds4::cpu {
 namespace {
 
 constexpr size_t kSlabBytes = size_t{8} << 20;
+// Rows of a page: of f16 Append buffers, which the attention kernels take by pages, and of all others, where small pages
+// keep short sessions small.
+constexpr int kAttentionShift = std::countr_zero(static_cast<uint64_t>(kPageRows));
+constexpr int kSmallShift = 3;
 
 size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
@@ -96,23 +101,29 @@ PagedState::PagedState(std::span<const StateSpec> specs, int64_t capacity, PageP
     Buffer b;
     b.spec = s;
     const size_t element = element_bytes(s.type);
-    if (s.kind == StateKind::Append) {
-      const bool half = s.type == DType::F16;
+    if (s.kind != StateKind::Append && s.capacity <= 0)
+      throw Invalid("state buffer " + s.name + ": a fixed buffer needs a capacity");
+    if (s.kind == StateKind::Append || s.kind == StateKind::Ring) {
+      const bool half = s.kind == StateKind::Append && s.type == DType::F16;
+      b.paged = true;
       b.keys = half && s.name.starts_with("k.");
       b.padded = b.keys || !half ? s.width : (s.width + 15) / 16 * 16;
-      b.head_bytes = static_cast<size_t>(kPageRows * b.padded) * element;
-      const auto same = [&](const Group& g) { return g.ratio == s.ratio; };
+      Group shape;
+      if (s.kind == StateKind::Append)
+        shape.ratio = s.ratio;
+      else
+        shape.capacity = s.capacity;
+      shape.shift = half ? kAttentionShift : kSmallShift;
+      const auto same = [&](const Group& g) {
+        return g.ratio == shape.ratio && g.capacity == shape.capacity && g.shift == shape.shift;
+      };
       auto group = std::find_if(groups_.begin(), groups_.end(), same);
-      if (group == groups_.end()) {
-        groups_.emplace_back();
-        group = groups_.end() - 1;
-        group->ratio = s.ratio;
-      }
+      if (group == groups_.end()) group = groups_.insert(group, shape);
       b.group = static_cast<size_t>(group - groups_.begin());
       b.offset = group->page_bytes;
+      b.head_bytes = (static_cast<size_t>(b.padded) * element) << shape.shift;
       group->page_bytes = round_up(group->page_bytes + b.head_bytes * static_cast<size_t>(s.heads), 64);
     } else {
-      if (s.capacity <= 0) throw Invalid("state buffer " + s.name + ": a fixed buffer needs a capacity");
       b.fixed.resize(static_cast<size_t>(s.capacity * s.row_elements()) * element);
     }
     buffers_.push_back(std::move(b));
@@ -120,7 +131,7 @@ PagedState::PagedState(std::span<const StateSpec> specs, int64_t capacity, PageP
   for (Group& g : groups_) {
     g.pool = pools.get(g.page_bytes);
     // Room for every page now, so that growing cannot fail between two buffers.
-    g.pages.reserve(static_cast<size_t>((rows_for(g.ratio, capacity) + kPageRows - 1) / kPageRows));
+    g.pages.reserve(g.pages_for(g.rows_for(capacity)));
   }
 }
 
@@ -143,7 +154,7 @@ void PagedState::reserve(int64_t tokens) {
   for (const Group& g : groups_) before.push_back(g.pages.size());
   try {
     for (Group& g : groups_) {
-      const auto pages = static_cast<size_t>((rows_for(g.ratio, tokens) + kPageRows - 1) / kPageRows);
+      const size_t pages = g.pages_for(g.rows_for(tokens));
       if (pages > g.pages.size()) resize(g, pages);
     }
   } catch (...) {
@@ -155,7 +166,7 @@ void PagedState::reserve(int64_t tokens) {
 void PagedState::truncate(int64_t tokens) {
   if (tokens < 0) throw Invalid("state: truncate to " + std::to_string(tokens) + " tokens");
   for (Group& g : groups_) {
-    const auto pages = static_cast<size_t>((rows_for(g.ratio, tokens) + kPageRows - 1) / kPageRows);
+    const size_t pages = g.pages_for(g.rows_for(tokens));
     if (pages < g.pages.size()) resize(g, pages);
   }
 }
@@ -177,9 +188,9 @@ void PagedState::fork_from(const State& other, int64_t tokens) {
   try {
     for (size_t i = 0; i < groups_.size(); ++i) {
       const Group& g = from->groups_[i];
-      const int64_t rows = rows_for(g.ratio, tokens);
-      const auto whole = static_cast<size_t>(rows / kPageRows);
-      const auto all = static_cast<size_t>((rows + kPageRows - 1) / kPageRows);
+      const int64_t rows = g.rows_for(tokens);
+      const size_t all = g.pages_for(rows);
+      const size_t whole = g.capacity ? all : static_cast<size_t>(rows >> g.shift);
       if (all > g.pages.size()) throw Invalid("state: fork of more tokens than the other state holds");
       pages[i].reserve(std::max(all, groups_[i].pages.capacity()));
       for (size_t p = 0; p < all; ++p) {
@@ -232,8 +243,8 @@ void PagedState::copy_rows(const Buffer& b, int64_t first, int64_t count, Bytes*
       std::memcpy(memory, payload, n);
   };
   for (int64_t r = first; r < first + count; ++r) {
-    std::byte* page = g.pages[static_cast<size_t>(r / kPageRows)]->data + b.offset;
-    const int64_t in = r % kPageRows;
+    std::byte* page = g.pages[static_cast<size_t>(r >> g.shift)]->data + b.offset;
+    const int64_t in = r & ((int64_t{1} << g.shift) - 1);
     for (int64_t h = 0; h < b.spec.heads; ++h) {
       std::byte* head = page + static_cast<size_t>(h) * b.head_bytes;
       if (b.keys) {
@@ -251,16 +262,19 @@ void PagedState::copy_rows(const Buffer& b, int64_t first, int64_t count, Bytes*
 void PagedState::export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const {
   const Buffer& b = buffer(index);
   const size_t row = static_cast<size_t>(b.spec.row_elements()) * element_bytes(b.spec.type);
-  const int64_t rows = b.spec.kind == StateKind::Append
-                           ? static_cast<int64_t>(groups_[b.group].pages.size()) * kPageRows
-                           : b.spec.capacity;
+  int64_t rows = b.spec.capacity;
+  if (b.paged) {
+    const Group& g = groups_[b.group];
+    const int64_t held = static_cast<int64_t>(g.pages.size()) << g.shift;
+    rows = g.capacity ? std::min(held, g.capacity) : held;
+  }
   if (first < 0 || count < 0 || first > rows - count)
     throw Invalid("state: export of rows [" + std::to_string(first) + ", +" + std::to_string(count) + ") of " +
                   b.spec.name + ", which holds " + std::to_string(rows));
   if (out.size() != static_cast<size_t>(count) * row)
     throw Invalid("state: export of " + std::to_string(count) + " rows of " + b.spec.name + " into " +
                   std::to_string(out.size()) + " bytes");
-  if (b.spec.kind == StateKind::Append)
+  if (b.paged)
     copy_rows<true>(b, first, count, out.data());
   else
     std::memcpy(out.data(), b.fixed.data() + static_cast<size_t>(first) * row, out.size());
@@ -269,7 +283,7 @@ void PagedState::export_rows(size_t index, int64_t first, int64_t count, std::sp
 void PagedState::import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) {
   const Buffer& b = buffer(index);
   const size_t row = static_cast<size_t>(b.spec.row_elements()) * element_bytes(b.spec.type);
-  const int64_t rows = b.spec.kind == StateKind::Append ? rows_for(b.spec.ratio, capacity_) : b.spec.capacity;
+  const int64_t rows = b.spec.kind == StateKind::Append ? groups_[b.group].rows_for(capacity_) : b.spec.capacity;
   if (first < 0 || count < 0 || first > rows - count)
     throw Invalid("state: import of rows [" + std::to_string(first) + ", +" + std::to_string(count) + ") into " +
                   b.spec.name + ", which has room for " + std::to_string(rows));
@@ -277,13 +291,13 @@ void PagedState::import_rows(size_t index, int64_t first, int64_t count, std::sp
     throw Invalid("state: import of " + std::to_string(count) + " rows of " + b.spec.name + " from " +
                   std::to_string(in.size()) + " bytes");
   if (count == 0) return;
-  if (b.spec.kind != StateKind::Append) {
+  if (!b.paged) {
     std::memcpy(buffers_[index].fixed.data() + static_cast<size_t>(first) * row, in.data(), in.size());
     return;
   }
-  reserve(std::min(capacity_, (first + count) * b.spec.ratio));
-  for (int64_t p = first / kPageRows; p <= (first + count - 1) / kPageRows; ++p)
-    own(groups_[b.group], static_cast<size_t>(p));
+  Group& g = groups_[b.group];
+  if (g.pages_for(first + count) > g.pages.size()) resize(g, g.pages_for(first + count));
+  for (int64_t p = first >> g.shift; p <= (first + count - 1) >> g.shift; ++p) own(g, static_cast<size_t>(p));
   copy_rows<false>(b, first, count, in.data());
 }
 
@@ -307,10 +321,10 @@ void PagedState::check_buffer(size_t index, bool keys, int64_t heads, int64_t wi
 }
 
 void PagedState::prepare_write(size_t index, int64_t row) {
-  if (row < 0 || row >= capacity_)
-    throw Invalid("state: position " + std::to_string(row) + ", the capacity is " + std::to_string(capacity_));
   Group& g = groups_[buffers_[index].group];
-  const auto page = static_cast<size_t>(row / kPageRows);
+  if (row < 0 || (g.capacity == 0 && row >= capacity_))
+    throw Invalid("state: position " + std::to_string(row) + ", the capacity is " + std::to_string(capacity_));
+  const auto page = static_cast<size_t>((g.capacity ? row % g.capacity : row) >> g.shift);
   if (page >= g.pages.size()) resize(g, page + 1);
   own(g, page);
 }
@@ -318,17 +332,19 @@ void PagedState::prepare_write(size_t index, int64_t row) {
 const float* PagedState::readable_row(size_t index, int64_t row) const {
   const Buffer& b = buffer(index);
   if (b.spec.type != DType::F32 || row < 0) throw Invalid("state buffer " + b.spec.name + " does not hold f32 rows");
-  if (b.spec.kind != StateKind::Append)
+  if (!b.paged)
     return reinterpret_cast<const float*>(b.fixed.data()) + row % b.spec.capacity * b.spec.row_elements();
   const Group& g = groups_[b.group];
-  const auto page = static_cast<size_t>(row / kPageRows);
+  const int64_t at = g.capacity ? row % g.capacity : row;
+  const auto page = static_cast<size_t>(at >> g.shift);
   if (b.spec.heads != 1 || page >= g.pages.size())
     throw Invalid("state: row " + std::to_string(row) + " of " + b.spec.name + " is not there");
-  return reinterpret_cast<const float*>(g.pages[page]->data + b.offset) + row % kPageRows * b.padded;
+  const int64_t in = at & ((int64_t{1} << g.shift) - 1);
+  return reinterpret_cast<const float*>(g.pages[page]->data + b.offset) + in * b.padded;
 }
 
 float* PagedState::writable_row(size_t index, int64_t row) {
-  if (buffer(index).spec.kind == StateKind::Append) prepare_write(index, row);
+  if (buffer(index).paged) prepare_write(index, row);
   return const_cast<float*>(readable_row(index, row));
 }
 

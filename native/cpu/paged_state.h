@@ -1,18 +1,20 @@
 // Session state in pages: grows with use, forks share full pages.
 //
-// Append buffers with the same `ratio` form a group; a page of the group holds 64 rows of each of its buffers:
+// Append buffers with the same `ratio` form a group, and so do Ring buffers with the same capacity. A page of the group
+// holds some rows of each of its buffers, 64 where the attention kernels read it (f16 Append), else 8:
 //
 //   page:  | buffer 0: head 0, head 1, ... | buffer 1: ... | ...
 //
 //   keys (f16 buffers named "k.*"), per head:  [4 tiles][width][16 rows] f16, so that 16 scores are one vector
-//   other f16 buffers, per head:               [64 rows][width rounded up to 16] f16
-//   other types:                               [64 rows][heads][width]
+//   other f16 Append buffers, per head:        [64 rows][width rounded up to 16] f16
+//   all others:                                [rows][heads][width]
 //
-// Pages are counted: fork_from shares whole pages and copies the last, partial one; a shared page is copied before it
-// is written. Ring, Recurrent and Counter buffers are plain arrays.
+// A state of n tokens has pages for n tokens, and for no more than the capacity of a ring. Pages are counted: fork_from
+// shares them (and copies the last one of Append buffers, which the fork is about to write); a shared page is copied
+// before it is written. Recurrent and Counter buffers are plain arrays.
 #pragma once
 
-#include <atomic>
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -89,20 +91,26 @@ class PagedState final : public State {
  private:
   struct Buffer {
     StateSpec spec;
-    size_t group = 0;       // Append
-    size_t offset = 0;      // Append: in the page
-    size_t head_bytes = 0;  // Append: of one head in the page
-    int64_t padded = 0;     // Append f16: width in memory
+    bool paged = false;     // Append, Ring
+    size_t group = 0;       // paged
+    size_t offset = 0;      // paged: in the page
+    size_t head_bytes = 0;  // paged: of one head in the page
+    int64_t padded = 0;     // paged: width in memory
     bool keys = false;
     std::vector<std::byte> fixed;  // other kinds
   };
   struct Group {
-    int64_t ratio = 1;
+    int64_t ratio = 1;     // Append: tokens per row
+    int64_t capacity = 0;  // Ring: rows; 0: Append
+    int shift = 0;         // a page has 1 << shift rows
     size_t page_bytes = 0;
+    int64_t rows_for(int64_t tokens) const {
+      return capacity ? std::min(tokens, capacity) : (tokens + ratio - 1) / ratio;
+    }
+    size_t pages_for(int64_t rows) const { return static_cast<size_t>((rows + (int64_t{1} << shift) - 1) >> shift); }
     std::shared_ptr<PagePool> pool;
     std::vector<PagePool::Page*> pages;
   };
-  int64_t rows_for(int64_t ratio, int64_t tokens) const { return (tokens + ratio - 1) / ratio; }
   const Buffer& buffer(size_t index) const;
   void own(Group& group, size_t page);
   void resize(Group& group, size_t pages);

@@ -277,6 +277,12 @@ def tiny(variant: str) -> TinyDeepSeek4:
     return TinyDeepSeek4(variant, c, weights)
 
 
+def drawn(seed: int, **changes: Any) -> TinyDeepSeek4:
+    """A model of another shape, without references: `changes` are members of config.json."""
+    c = config("flash") | changes
+    return TinyDeepSeek4("drawn", c, _draw(c, seed))
+
+
 def both() -> Iterator[TinyDeepSeek4]:
     for variant in RATIOS:
         yield tiny(variant)
