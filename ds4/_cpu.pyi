@@ -18,6 +18,16 @@ class Unsupported(RuntimeError):
 def dequantize(type: int, data: bytes | memoryview | npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     """The elements of a row of whole blocks. Raises Unsupported, ValueError."""
 
+def encode(type: int, values: npt.NDArray[np.float32], threads: int = 0) -> npt.NDArray[np.uint8]:
+    """Finite values, whole blocks, as the bytes of their blocks; the same on any number of threads (0: all cores).
+
+    Raises ValueError for a scale beyond the range of F16, Unsupported for a type that `can_encode` denies. The GIL is
+    released.
+    """
+
+def can_encode(type: int) -> bool:
+    """Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ2_XXS: the types that need a search."""
+
 def row_bytes(type: int, cols: int) -> int:
     """Bytes of `cols` elements. Raises ValueError when that is not a whole number of blocks."""
 

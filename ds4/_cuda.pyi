@@ -8,8 +8,10 @@ from ds4._cpu import Model as Model
 from ds4._cpu import Sampler as Sampler
 from ds4._cpu import Session as Session
 from ds4._cpu import Unsupported as Unsupported
+from ds4._cpu import can_encode as can_encode
 from ds4._cpu import dequantize as dequantize
 from ds4._cpu import dtype_name as dtype_name
+from ds4._cpu import encode as encode
 from ds4._cpu import float_to_bf16 as float_to_bf16
 from ds4._cpu import float_to_half as float_to_half
 from ds4._cpu import half_to_float as half_to_float

@@ -1,4 +1,4 @@
-"""Values to blocks: the inverse of native/quant. The plain block types are encoded by the `gguf` package."""
+"""Values to blocks. Types whose blocks need a search are native/quant's, the plain ones the `gguf` package's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
-from ds4.convert.k_quants import encode_k
+from ds4 import _cpu
 from ds4.engine.tensors import DType
 
-K_QUANTS = (DType.Q2_K, DType.Q4_K, DType.Q5_K, DType.Q6_K)
+SEARCHED = (DType.Q6_K, DType.Q5_K, DType.Q4_K, DType.Q3_K, DType.Q2_K, DType.IQ4_NL, DType.IQ2_XXS)
+"""Types that `ds4._cpu.encode` writes, on all cores."""
 ENCODABLE = (
     DType.F32,
     DType.F16,
@@ -21,7 +22,7 @@ ENCODABLE = (
     DType.Q4_1,
     DType.Q4_0,
     DType.MXFP4,
-    *K_QUANTS,
+    *SEARCHED,
 )
 """Types that `encode` writes."""
 
@@ -34,7 +35,8 @@ def encode(values: npt.NDArray[np.float32], dtype: DType) -> npt.NDArray[np.uint
         raise ValueError("a value is infinite or not a number")
     if dtype is DType.F16 and float(np.abs(values).max(initial=0)) > _LARGEST_HALF:
         raise ValueError(f"the value {float(np.abs(values).max())} is beyond the range of F16")
-    if dtype in K_QUANTS:
-        return encode_k(values, dtype).reshape(len(values), -1)
-    blocks = quantize(np.ascontiguousarray(values, np.float32), GGMLQuantizationType(int(dtype)))
+    values = np.ascontiguousarray(values, np.float32)
+    if dtype in SEARCHED:
+        return _cpu.encode(int(dtype), values).reshape(len(values), -1)
+    blocks = quantize(values, GGMLQuantizationType(int(dtype)))
     return np.ascontiguousarray(blocks).view(np.uint8).reshape(len(values), -1)

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "bindings.h"
+#include "quant/encode.h"
 #include "quant/quant.h"
 #include "quant/scaled.h"
 #include "reference/faulty.h"
@@ -34,6 +35,16 @@ py::array_t<float> dequantize(int32_t type, const py::buffer& data) {
 }
 
 // What a backend loads for a matrix with scales beside it: (type id, bytes).
+py::array_t<uint8_t> encode(int32_t type, const py::array_t<float, py::array::c_style>& values, int threads) {
+  const auto dtype = static_cast<DType>(type);
+  py::array_t<uint8_t> out(static_cast<py::ssize_t>(row_bytes(dtype, values.size())));
+  const std::span<const float> from{values.data(), static_cast<size_t>(values.size())};
+  const std::span<std::byte> to{reinterpret_cast<std::byte*>(out.mutable_data()), static_cast<size_t>(out.size())};
+  const py::gil_scoped_release free;
+  encode_rows(dtype, from, threads, to);
+  return out;
+}
+
 std::pair<int32_t, py::bytes> plain_matrix(int32_t type, int64_t rows, int64_t cols, const py::buffer& data,
                                            const py::buffer& scales) {
   const auto dtype = static_cast<DType>(type);
@@ -339,6 +350,8 @@ void bind_engine(py::module_& m) {
   py::register_local_exception_translator(&translate);
 
   m.def("dequantize", &dequantize, py::arg("type"), py::arg("data"));
+  m.def("encode", &encode, py::arg("type"), py::arg("values"), py::arg("threads") = 0);
+  m.def("can_encode", [](int32_t type) { return can_encode(static_cast<DType>(type)); }, py::arg("type"));
   m.def(
       "row_bytes", [](int32_t type, int64_t cols) { return row_bytes(static_cast<DType>(type), cols); },
       py::arg("type"), py::arg("cols"));

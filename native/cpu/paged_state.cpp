@@ -11,8 +11,8 @@ namespace ds4::cpu {
 namespace {
 
 constexpr size_t kSlabBytes = size_t{8} << 20;
-// Rows of a page: of f16 Append buffers, which the attention kernels take by pages, and of all others, where small pages
-// keep short sessions small.
+// Rows of a page: of f16 Append buffers, which the attention kernels take by pages, and of all others, where small
+// pages keep short sessions small.
 constexpr int kAttentionShift = std::countr_zero(static_cast<uint64_t>(kPageRows));
 constexpr int kSmallShift = 3;
 
@@ -332,8 +332,7 @@ void PagedState::prepare_write(size_t index, int64_t row) {
 const float* PagedState::readable_row(size_t index, int64_t row) const {
   const Buffer& b = buffer(index);
   if (b.spec.type != DType::F32 || row < 0) throw Invalid("state buffer " + b.spec.name + " does not hold f32 rows");
-  if (!b.paged)
-    return reinterpret_cast<const float*>(b.fixed.data()) + row % b.spec.capacity * b.spec.row_elements();
+  if (!b.paged) return reinterpret_cast<const float*>(b.fixed.data()) + row % b.spec.capacity * b.spec.row_elements();
   const Group& g = groups_[b.group];
   const int64_t at = g.capacity ? row % g.capacity : row;
   const auto page = static_cast<size_t>(at >> g.shift);

@@ -64,7 +64,7 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
         "token_embd.weight",
         "<|im_end|>",
         "Memory for 1 \u00d7 1024 tokens",
-        "total",
+        "all sessions full",
     ):
         assert text in out
     assert ".gguf (gguf, 93.8 MiB)" in out and "134.5 M at 5.74 bits" in out
