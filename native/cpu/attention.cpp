@@ -1,19 +1,22 @@
 #include "cpu/attention.h"
 
 #include <algorithm>
+#include <numbers>
 
 namespace ds4::cpu {
 
 namespace {
 
-// Query vectors that share the keys and values of a page while it is in the first-level cache.
-constexpr int64_t kVectors = 24;
+// Query vectors that share the keys and values of a page while it is in the first-level cache. More take more memory
+// for their scores (1 KiB each) than they save in conversions.
+constexpr int64_t kVectors = 48;
 
-// Floats of this thread, kept from call to call.
+// Floats of this thread, kept from call to call; aligned, since vector loads that straddle cache lines take twice.
 float* thread_floats(int64_t n) {
   thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < n) memory.resize(static_cast<size_t>(n));
-  return memory.data();
+  if (static_cast<int64_t>(memory.size()) < n + 16) memory.resize(static_cast<size_t>(n + 16));
+  const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data()) / sizeof(float) % 16);
+  return memory.data() + (16 - past) % 16;
 }
 
 }  // namespace
@@ -56,24 +59,25 @@ void Attention::cut(std::span<const RowRef> rows, const Shape& s) {
 
 void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t index, Partial to) const {
   const int64_t vectors = b.rows * s.group;
-  float* memory = thread_floats(vectors * (s.dim + kPageRows) + vectors);
-  float* q = memory;
-  float* work = q + vectors * s.dim;
-  auto* limit = reinterpret_cast<int32_t*>(work + vectors * kPageRows);
+  float* memory = thread_floats(vectors * (s.dim + kSegment + 1) + kPageRows * s.padded);
+  float* page = memory;
+  float* work = page + kPageRows * s.padded;
+  float* q = work + vectors * kSegment;
+  auto* limit = reinterpret_cast<int32_t*>(q + vectors * s.dim);
   const int64_t base = index * kSegment;
   // Rows before the segment see none of it; they come first.
   const int64_t skip = std::clamp<int64_t>(base - b.position, 0, b.rows);
   const int64_t n = (b.rows - skip) * s.group;
   for (int64_t r = skip; r < b.rows; ++r) {
     const float* row = s.q.data + (b.row + r) * s.q.stride + head * s.group * s.dim;
-    kernels_.scale(row, s.scale, s.group * s.dim, q + (r - skip) * s.group * s.dim);
+    kernels_.scale(row, s.scale * std::numbers::log2e_v<float>, s.group * s.dim, q + (r - skip) * s.group * s.dim);
     const auto visible = static_cast<int32_t>(std::min(b.position + r + 1 - base, kSegment));
     std::fill_n(limit + (r - skip) * s.group, s.group, visible);
   }
   constexpr int64_t kPages = kSegment / kPageRows;
-  const uint16_t *keys[kPages + 1] = {}, *values[kPages] = {};
+  const uint16_t *keys[2 * kPages] = {}, *values[kPages] = {};
   const int64_t last_page = (b.position + b.rows - 1) / kPageRows;
-  for (int64_t p = 0; p <= kPages && base / kPageRows + p <= last_page; ++p) {
+  for (int64_t p = 0; p < 2 * kPages && base / kPageRows + p <= last_page; ++p) {
     keys[p] = b.state->head_page(s.kv.k, base / kPageRows + p, head);
     if (p < kPages) values[p] = b.state->head_page(s.kv.v, base / kPageRows + p, head);
   }
@@ -83,6 +87,7 @@ void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t in
   a.limit = limit;
   a.keys = keys;
   a.values = values;
+  a.next_keys = keys + kPages;
   a.dim = s.dim;
   a.padded = s.padded;
   const int64_t at = skip * s.group;
@@ -90,6 +95,7 @@ void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t in
   a.sum = to.sum + at * 16;
   a.acc = to.acc + at * s.padded;
   a.work = work;
+  a.page = page;
   kernels_.attend(a);
 }
 

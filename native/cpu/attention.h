@@ -1,8 +1,8 @@
 // Attention over paged keys and values: cuts the rows of a step into work that threads share, in an order of f32
 // operations that depends on absolute positions only.
 //
-// Each query row is computed by segments of kSegment keys (positions 0..255, 256..511, ...). A segment runs online
-// softmax page by page; segments are merged in ascending order. Which thread computes a segment, with which other rows
+// Each query row is computed by segments of kSegment keys (positions 0..255, 256..511, ...). A segment is one
+// softmax; segments are merged online, in ascending order. Which thread computes a segment, with which other rows
 // beside it, changes nothing in a row's arithmetic. Method: Dao et al., FlashAttention (arXiv 2205.14135).
 #pragma once
 

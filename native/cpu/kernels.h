@@ -36,21 +36,24 @@ struct TileArgs {
 };
 using TileFn = void (*)(const TileArgs&);
 
-// One segment of attention for query vectors that share a KV head. Vectors are in ascending order of `limit`.
+// One segment of attention for query vectors that share a KV head. Vectors are in ascending order of `limit`. Scores
+// are logarithms to base 2: softmax is 2^(s - max) / sum.
 struct AttentionArgs {
-  const float* q = nullptr;        // [n][dim], already multiplied by the score scale
+  const float* q = nullptr;        // [n][dim], already multiplied by the score scale and by log2 e
   int64_t n = 0;                   // query vectors
-  const int32_t* limit = nullptr;  // [n] visible keys of this segment, <= kSegment
-  // Pages of the segment, keys [4 tiles][dim][16 keys] f16 and values [64 keys][padded] f16. One more page of keys, or
-  // null, follows: the next segment's first, to be fetched ahead.
+  const int32_t* limit = nullptr;  // [n] visible keys of this segment, 1 .. kSegment
+  // Pages of the segment, keys [4 tiles][dim][16 keys] f16 and values [64 keys][padded] f16; and the keys of the next
+  // segment, to be fetched ahead, null where there are none.
   const uint16_t* const* keys = nullptr;
   const uint16_t* const* values = nullptr;
+  const uint16_t* const* next_keys = nullptr;
   int64_t dim = 0;
   int64_t padded = 0;     // dim rounded up to 16
   float* max = nullptr;   // [n]
   float* sum = nullptr;   // [n][16]
   float* acc = nullptr;   // [n][padded]
-  float* work = nullptr;  // [n][kPageRows]
+  float* work = nullptr;  // [n][kSegment]
+  float* page = nullptr;  // [kPageRows][padded], a page in f32
 };
 
 struct Kernels {
@@ -69,7 +72,7 @@ struct Kernels {
   void (*to_f16)(const float* x, int64_t n, uint16_t* out);
   void (*scale)(const float* x, float factor, int64_t n, float* y);
   void (*attend)(const AttentionArgs&);
-  // Folds a later segment (m, s, a) of one query vector into (M, S, A).
+  // Folds a later segment (m, s, a) of one query vector into (M, S, A); the maxima are logarithms to base 2.
   void (*merge)(float* M, float* S, float* A, float m, const float* s, const float* a, int64_t padded);
   // out = A / sum of S.
   void (*finish)(const float* S, const float* A, int64_t dim, float* out);

@@ -285,15 +285,40 @@ void scale(const float* x, float factor, int64_t n, float* y) {
   for (int64_t i = 0; i < n; ++i) y[i] = x[i] * factor;
 }
 
+// 2^x for x <= 0 to about one ulp, 1 exactly at 0; what lies under -125, and minus infinity, counts as 2^-125. Adding
+// 1.5 * 2^23 rounds x to an integer; the rest goes through a minimax polynomial of (2^r - 1) / r.
+inline Vf exp2_below_1(Vf x) {
+  const Vf bounded = max(x, set1(-125.0f)), magic = set1(12582912.0f);
+  const Vf shifted = add(bounded, magic);
+  const Vf r = sub(bounded, sub(shifted, magic));
+  Vf p = set1(1.32647087e-3f);
+  p = fma(p, r, set1(9.67151113e-3f));
+  p = fma(p, r, set1(5.55073395e-2f));
+  p = fma(p, r, set1(2.40222424e-1f));
+  p = fma(p, r, set1(6.93147004e-1f));
+  return scale_exponent(fma(p, r, set1(1.0f)), shifted);
+}
+
+// Keys and values as the state stores them, or widened before by `widen`: the same numbers.
+inline Vf load_kv(const uint16_t* p) {
+  return load_f16(p);
+}
+inline Vf load_kv(const float* p) {
+  return load(p);
+}
+void widen(const uint16_t* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; i += 16) store(to + i, load_f16(from + i));
+}
+
 // Pages lie apart and are read in four streams at once, which hardware prefetchers follow badly: while a page's keys
-// are read its values are fetched, and while its values are read the next page's keys.
+// are read its values are fetched, and while its values are read the next segment's keys.
 inline void prefetch_row(const uint16_t* p, int64_t elements) {
   for (int64_t i = 0; i < elements; i += 32) prefetch(p + i);
 }
 
 // scores[v][16 T ..] of N query vectors against T key tiles; `ahead`, if any, is a page to fetch meanwhile.
-template <int N, int T>
-void scores(const float* q, int64_t dim, const uint16_t* keys, const uint16_t* ahead, float* out) {
+template <int N, int T, class E>
+void scores(const float* q, int64_t dim, const E* keys, const uint16_t* ahead, float* out) {
   Vf acc[N][T];
 #pragma GCC unroll 8
   for (int v = 0; v < N; ++v)
@@ -303,7 +328,7 @@ void scores(const float* q, int64_t dim, const uint16_t* keys, const uint16_t* a
     if (ahead) prefetch_row(ahead + d * 16 * T, 16 * T);
     Vf k[T];
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) k[t] = load_f16(keys + (t * dim + d) * 16);
+    for (int t = 0; t < T; ++t) k[t] = load_kv(keys + (t * dim + d) * 16);
 #pragma GCC unroll 8
     for (int v = 0; v < N; ++v) {
       const Vf x = set1(q[v * dim + d]);
@@ -314,18 +339,12 @@ void scores(const float* q, int64_t dim, const uint16_t* keys, const uint16_t* a
 #pragma GCC unroll 8
   for (int v = 0; v < N; ++v)
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) store(out + v * kPageRows + 16 * t, acc[v][t]);
-}
-
-template <int N>
-void scores_page(const float* q, int64_t dim, const uint16_t* keys, const uint16_t* ahead, int tiles, float* out) {
-  for (int t = 0; t < tiles; t += kScoreTiles)
-    scores<N, kScoreTiles>(q, dim, keys + t * dim * 16, ahead ? ahead + t * dim * 16 : nullptr, out + t * 16);
+    for (int t = 0; t < T; ++t) store(out + v * kSegment + 16 * t, acc[v][t]);
 }
 
 // acc[v][16 W ..] += sum over keys [first, last) of p[v][key] * value[key].
-template <int N, int W>
-void weigh(const float* p, int64_t first, int64_t last, const uint16_t* values, int64_t padded, const uint16_t* ahead,
+template <int N, int W, class E>
+void weigh(const float* p, int64_t first, int64_t last, const E* values, int64_t padded, const uint16_t* ahead,
            float* acc) {
   Vf a[N][W];
 #pragma GCC unroll 8
@@ -336,10 +355,10 @@ void weigh(const float* p, int64_t first, int64_t last, const uint16_t* values, 
     if (ahead) prefetch_row(ahead + key * padded, 16 * W);
     Vf x[W];
 #pragma GCC unroll 4
-    for (int i = 0; i < W; ++i) x[i] = load_f16(values + key * padded + 16 * i);
+    for (int i = 0; i < W; ++i) x[i] = load_kv(values + key * padded + 16 * i);
 #pragma GCC unroll 8
     for (int v = 0; v < N; ++v) {
-      const Vf weight = set1(p[v * kPageRows + key]);
+      const Vf weight = set1(p[v * kSegment + key]);
 #pragma GCC unroll 4
       for (int i = 0; i < W; ++i) a[v][i] = fma(x[i], weight, a[v][i]);
     }
@@ -350,32 +369,33 @@ void weigh(const float* p, int64_t first, int64_t last, const uint16_t* values, 
     for (int i = 0; i < W; ++i) store(acc + v * padded + 16 * i, a[v][i]);
 }
 
-template <int N>
-void weigh_row(const float* p, int64_t first, int64_t last, const uint16_t* values, int64_t padded,
-               const uint16_t* ahead, float* acc) {
+template <int N, class E>
+void weigh_row(const float* p, int64_t first, int64_t last, const E* values, int64_t padded, const uint16_t* ahead,
+               float* acc) {
   int64_t i = 0;
   for (; i + 16 * kValueWidth <= padded; i += 16 * kValueWidth)
     weigh<N, kValueWidth>(p, first, last, values + i, padded, ahead ? ahead + i : nullptr, acc + i);
   for (; i < padded; i += 16) weigh<N, 1>(p, first, last, values + i, padded, nullptr, acc + i);
 }
 
-// Query vectors [from, to) of a page, in runs of at most N; `limits` hold the visible keys of this page.
-template <int N>
-void scores_all(const AttentionArgs& a, const uint16_t* keys, const uint16_t* ahead, int tiles, int64_t from,
-                int64_t to) {
+// Scores of query vectors [from, a.n) against the page of keys at `base`, in runs of at most N.
+template <int N, class E>
+void scores_all(const AttentionArgs& a, const E* keys, const uint16_t* ahead, int tiles, int64_t base, int64_t from) {
   int64_t v = from;
-  for (; v + N <= to; v += N, ahead = nullptr)
-    scores_page<N>(a.q + v * a.dim, a.dim, keys, ahead, tiles, a.work + v * kPageRows);
+  for (; v + N <= a.n; v += N, ahead = nullptr)
+    for (int t = 0; t < tiles; t += kScoreTiles)
+      scores<N, kScoreTiles>(a.q + v * a.dim, a.dim, keys + t * a.dim * 16, ahead ? ahead + t * a.dim * 16 : nullptr,
+                             a.work + v * kSegment + base + t * 16);
   if constexpr (N > 1) {
-    if (v < to) scores_all<(N > 3 ? 3 : N - 1)>(a, keys, ahead, tiles, v, to);
+    if (v < a.n) scores_all<(N > 3 ? 3 : N - 1)>(a, keys, ahead, tiles, base, v);
   }
 }
 
-template <int N>
-void weigh_all(const AttentionArgs& a, const uint16_t* values, const uint16_t* ahead, int64_t base, int64_t from,
-               int64_t to) {
+// Adds the page of values at `base` to query vectors [from, a.n), in runs of at most N.
+template <int N, class E>
+void weigh_all(const AttentionArgs& a, const E* values, const uint16_t* ahead, int64_t base, int64_t from) {
   int64_t v = from;
-  for (; v + N <= to; v += N, ahead = nullptr) {
+  for (; v + N <= a.n; v += N, ahead = nullptr) {
     int64_t visible[N];
     for (int i = 0; i < N; ++i) {
       const int64_t n = a.limit[v + i] - base;
@@ -383,67 +403,87 @@ void weigh_all(const AttentionArgs& a, const uint16_t* values, const uint16_t* a
     }
     // Vectors ascend in what they see: the first one's keys together, the rest one vector at a time.
     float* acc = a.acc + v * a.padded;
-    const float* p = a.work + v * kPageRows;
+    const float* p = a.work + v * kSegment + base;
     weigh_row<N>(p, 0, visible[0], values, a.padded, ahead, acc);
     for (int i = 1; i < N; ++i)
       if (visible[i] > visible[0])
-        weigh_row<1>(p + i * kPageRows, visible[0], visible[i], values, a.padded, nullptr, acc + i * a.padded);
+        weigh_row<1>(p + i * kSegment, visible[0], visible[i], values, a.padded, nullptr, acc + i * a.padded);
   }
   if constexpr (N > 1) {
-    if (v < to) weigh_all<(N > 3 ? 3 : N - 1)>(a, values, ahead, base, v, to);
+    if (v < a.n) weigh_all<(N > 3 ? 3 : N - 1)>(a, values, ahead, base, v);
   }
 }
 
-constexpr float kMinusInfinity = -__builtin_inff();
-
-void attend(const AttentionArgs& a) {
-  for (int64_t v = 0; v < a.n; ++v) {
-    a.max[v] = kMinusInfinity;
-    store(a.sum + 16 * v, zero());
-    for (int64_t i = 0; i < a.padded; i += 16) store(a.acc + v * a.padded + i, zero());
+// The largest of `visible` scores; those of the last sixteen that are not visible become minus infinity.
+inline float mask_and_max(float* s, int64_t visible) {
+  constexpr float kMinusInfinity = -__builtin_inff();
+  Vf top = set1(kMinusInfinity), second = top;
+  int64_t i = 0;
+  for (; i + 32 <= visible; i += 32) top = max(top, load(s + i)), second = max(second, load(s + i + 16));
+  for (; i < visible; i += 16) {
+    const Vf masked = first_lanes(load(s + i), visible - i < 16 ? static_cast<int>(visible - i) : 16, kMinusInfinity);
+    store(s + i, masked);
+    top = max(top, masked);
   }
-  int64_t from = 0;
-  for (int64_t base = 0; base < kSegment; base += kPageRows) {
-    while (from < a.n && a.limit[from] <= base) ++from;
-    if (from == a.n) return;
-    const int64_t most = a.limit[a.n - 1] - base;
-    const int tiles = most >= kPageRows ? 4 : static_cast<int>((most + 15) / 16);
-    const uint16_t* values = a.values[base / kPageRows];
-    scores_all<kScoreVectors>(a, a.keys[base / kPageRows], values, tiles, from, a.n);
-    for (int64_t v = from; v < a.n; ++v) {
-      float* s = a.work + v * kPageRows;
-      const int64_t n = a.limit[v] - base;
-      const int used = n >= kPageRows ? 4 : static_cast<int>((n + 15) / 16);
-      Vf top = set1(kMinusInfinity);
-      for (int t = 0; t < used; ++t) {
-        const Vf masked =
-            first_lanes(load(s + 16 * t), static_cast<int>(n < kPageRows ? n : kPageRows) - 16 * t, kMinusInfinity);
-        store(s + 16 * t, masked);
-        top = max(top, masked);
-      }
-      const float before = a.max[v], page = hmax(top), now = page > before ? page : before;
-      if (now != before) {
-        const Vf shrink = exp(set1(before - now));
-        store(a.sum + 16 * v, mul(load(a.sum + 16 * v), shrink));
-        float* acc = a.acc + v * a.padded;
-        for (int64_t i = 0; i < a.padded; i += 16) store(acc + i, mul(load(acc + i), shrink));
-        a.max[v] = now;
-      }
-      Vf sum = load(a.sum + 16 * v);
-      for (int t = 0; t < used; ++t) {
-        const Vf p = exp(sub(load(s + 16 * t), set1(now)));
-        store(s + 16 * t, p);
+  return hmax(max(top, second));
+}
+
+// Scores become weights 2^(score - largest), in place. A few vectors per pass: the way from scores to their maximum is
+// long, and the next vector's hides it.
+void softmax(const AttentionArgs& a) {
+  constexpr int64_t kPass = 8;
+  for (int64_t first = 0; first < a.n; first += kPass) {
+    const int64_t end = first + kPass < a.n ? first + kPass : a.n;
+    for (int64_t v = first; v < end; ++v) a.max[v] = mask_and_max(a.work + v * kSegment, a.limit[v]);
+    for (int64_t v = first; v < end; ++v) {
+      float* s = a.work + v * kSegment;
+      const Vf largest = set1(a.max[v]);
+      Vf sum = zero();
+      for (int64_t i = 0; i < a.limit[v]; i += 16) {
+        const Vf p = exp2_below_1(sub(load(s + i), largest));
+        store(s + i, p);
         sum = add(sum, p);
       }
       store(a.sum + 16 * v, sum);
+      for (int64_t i = 0; i < a.padded; i += 16) store(a.acc + v * a.padded + i, zero());
     }
-    weigh_all<kValueVectors>(a, values, a.keys[base / kPageRows + 1], base, from, a.n);
+  }
+}
+
+void attend(const AttentionArgs& a) {
+  // Widening a page once pays when several runs of vectors read it.
+  const bool wide = a.n > 2 * kScoreVectors;
+  const int64_t most = a.limit[a.n - 1];
+  int64_t from = 0;
+  for (int64_t base = 0; base < most; base += kPageRows) {
+    while (a.limit[from] <= base) ++from;
+    const int64_t page = base / kPageRows, left = most - base;
+    const int tiles = left >= kPageRows ? 4 : static_cast<int>((left + 15) / 16);
+    if (wide) {
+      widen(a.keys[page], (tiles + kScoreTiles - 1) / kScoreTiles * kScoreTiles * 16 * a.dim, a.page);
+      scores_all<kScoreVectors>(a, a.page, a.values[page], tiles, base, from);
+    } else {
+      scores_all<kScoreVectors>(a, a.keys[page], a.values[page], tiles, base, from);
+    }
+  }
+  softmax(a);
+  from = 0;
+  for (int64_t base = 0; base < most; base += kPageRows) {
+    while (a.limit[from] <= base) ++from;
+    const int64_t page = base / kPageRows, left = most - base;
+    const uint16_t* ahead = a.next_keys[page];
+    if (wide) {
+      widen(a.values[page], (left < kPageRows ? left : kPageRows) * a.padded, a.page);
+      weigh_all<kValueVectors>(a, a.page, ahead, base, from);
+    } else {
+      weigh_all<kValueVectors>(a, a.values[page], ahead, base, from);
+    }
   }
 }
 
 void merge(float* M, float* S, float* A, float m, const float* s, const float* a, int64_t padded) {
   const float now = m > *M ? m : *M;
-  const Vf old_factor = exp(set1(*M - now)), new_factor = exp(set1(m - now));
+  const Vf old_factor = exp2_below_1(set1(*M - now)), new_factor = exp2_below_1(set1(m - now));
   *M = now;
   store(S, fma(load(s), new_factor, mul(load(S), old_factor)));
   for (int64_t i = 0; i < padded; i += 16) store(A + i, fma(load(a + i), new_factor, mul(load(A + i), old_factor)));

@@ -127,6 +127,12 @@ inline Vf exp2_int(Vi n) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, bias), 23)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, bias), 23))};
 }
+inline Vf scale_exponent(Vf v, Vf shifted) {
+  const auto half = [](__m256 x, __m256 s) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_castps_si256(s), 23)));
+  };
+  return {half(v.a, shifted.a), half(v.b, shifted.b)};
+}
 
 inline __m256i load256(const void* p) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(p));

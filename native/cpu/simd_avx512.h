@@ -101,6 +101,11 @@ inline int32_t hsum_i(Vi v) {
 inline Vf exp2_int(Vi n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
 }
+// v * 2^n by adding n to the exponents of v; `shifted` is n + 1.5 * 2^23, whose low bits are n.
+inline Vf scale_exponent(Vf v, Vf shifted) {
+  return _mm512_castsi512_ps(
+      _mm512_add_epi32(_mm512_castps_si512(v), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+}
 
 inline Vb load_bytes(const uint8_t* p) {
   return _mm512_loadu_si512(p);

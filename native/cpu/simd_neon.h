@@ -125,6 +125,12 @@ inline int32_t hsum_i(Vi a) {
 inline Vf exp2_int(Vi n) {
   return each([&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23)); });
 }
+inline Vf scale_exponent(Vf v, Vf shifted) {
+  return each([&](int i) {
+    const int32x4_t n = vshlq_n_s32(vreinterpretq_s32_f32(shifted.v[i]), 23);
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(v.v[i]), n));
+  });
+}
 
 inline Vb load_bytes(const uint8_t* p) {
   return each_b([=](int i) { return vld1q_u8(p + 16 * i); });

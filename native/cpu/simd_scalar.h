@@ -118,6 +118,9 @@ inline int32_t hsum_i(Vi a) {
 inline Vf exp2_int(Vi n) {
   return reinterpret_cast<Vf>((n + 127) << 23);
 }
+inline Vf scale_exponent(Vf v, Vf shifted) {
+  return reinterpret_cast<Vf>(reinterpret_cast<Vb>(v) + (reinterpret_cast<Vb>(shifted) << 23));
+}
 
 inline Vb load_bytes(const uint8_t* p) {
   Vb r;
