@@ -11,13 +11,18 @@ namespace {
 // for their scores (1 KiB each) than they save in conversions.
 constexpr int64_t kVectors = 48;
 
-// Floats of this thread, kept from call to call; aligned, since vector loads that straddle cache lines take twice.
-float* thread_floats(int64_t n) {
-  thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < n + 16) memory.resize(static_cast<size_t>(n + 16));
-  const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data()) / sizeof(float) % 16);
-  return memory.data() + (16 - past) % 16;
-}
+// Memory kept from call to call; aligned, since vector loads that straddle cache lines take twice as long.
+class FloatBuffer {
+ public:
+  float* at_least(int64_t n) {
+    if (static_cast<int64_t>(memory_.size()) < n + 16) memory_.resize(static_cast<size_t>(n + 16));
+    const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory_.data()) / sizeof(float) % 16);
+    return memory_.data() + (16 - past) % 16;
+  }
+
+ private:
+  std::vector<float> memory_;
+};
 
 }  // namespace
 
@@ -57,20 +62,28 @@ void Attention::cut(std::span<const RowRef> rows, const Shape& s) {
   }
 }
 
-void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t index, Partial to) const {
+// Queries of a block and head times the scale and log2 e, [rows * group][dim], in this thread's memory.
+const float* Attention::queries(const Shape& s, const Block& b, int64_t head) const {
+  thread_local FloatBuffer memory;
+  const int64_t row_floats = s.group * s.dim;
+  float* q = memory.at_least(b.rows * row_floats);
+  for (int64_t r = 0; r < b.rows; ++r)
+    kernels_.scale(s.q.data + (b.row + r) * s.q.stride + head * row_floats, s.scale * std::numbers::log2e_v<float>,
+                   row_floats, q + r * row_floats);
+  return q;
+}
+
+void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t index, const float* q, Partial to) const {
+  thread_local FloatBuffer memory;
   const int64_t vectors = b.rows * s.group;
-  float* memory = thread_floats(vectors * (s.dim + kSegment + 1) + kPageRows * s.padded);
-  float* page = memory;
+  float* page = memory.at_least(kPageRows * s.padded + vectors * (kSegment + 1));
   float* work = page + kPageRows * s.padded;
-  float* q = work + vectors * kSegment;
-  auto* limit = reinterpret_cast<int32_t*>(q + vectors * s.dim);
+  auto* limit = reinterpret_cast<int32_t*>(work + vectors * kSegment);
   const int64_t base = index * kSegment;
   // Rows before the segment see none of it; they come first.
   const int64_t skip = std::clamp<int64_t>(base - b.position, 0, b.rows);
   const int64_t n = (b.rows - skip) * s.group;
   for (int64_t r = skip; r < b.rows; ++r) {
-    const float* row = s.q.data + (b.row + r) * s.q.stride + head * s.group * s.dim;
-    kernels_.scale(row, s.scale * std::numbers::log2e_v<float>, s.group * s.dim, q + (r - skip) * s.group * s.dim);
     const auto visible = static_cast<int32_t>(std::min(b.position + r + 1 - base, kSegment));
     std::fill_n(limit + (r - skip) * s.group, s.group, visible);
   }
@@ -82,7 +95,7 @@ void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t in
     if (p < kPages) values[p] = b.state->head_page(s.kv.v, base / kPageRows + p, head);
   }
   AttentionArgs a;
-  a.q = q;
+  a.q = q + skip * s.group * s.dim;
   a.n = n;
   a.limit = limit;
   a.keys = keys;
@@ -124,15 +137,16 @@ void Attention::run(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t 
   if (blocks * kv_heads >= 4 * pool_.threads()) {
     // Enough to share by row block and head: a thread walks the segments of its block.
     pool_.run(blocks * kv_heads, 1, [&](int64_t first, int64_t last) {
-      thread_local std::vector<float> memory;
+      thread_local FloatBuffer memory;
       for (int64_t i = first; i < last; ++i) {
         const Block& b = blocks_[static_cast<size_t>(i / kv_heads)];
         const int64_t vectors = b.rows * s.group, floats = partial_floats(s, vectors);
-        if (static_cast<int64_t>(memory.size()) < 2 * floats) memory.resize(static_cast<size_t>(2 * floats));
-        const Partial all = partial(s, memory.data(), vectors), part = partial(s, memory.data() + floats, vectors);
-        segment(s, b, i % kv_heads, 0, all);
+        float* at = memory.at_least(2 * floats);
+        const Partial all = partial(s, at, vectors), part = partial(s, at + floats, vectors);
+        const float* scaled = queries(s, b, i % kv_heads);
+        segment(s, b, i % kv_heads, 0, scaled, all);
         for (int64_t index = 1; index < b.segments; ++index) {
-          segment(s, b, i % kv_heads, index, part);
+          segment(s, b, i % kv_heads, index, scaled, part);
           fold(s, b, index, all, part);
         }
         write(s, b, i % kv_heads, all);
@@ -155,7 +169,7 @@ void Attention::run(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t 
                                           [](int64_t at, const Block& b) { return at < b.first_part; });
       const Block& b = *(after - 1);
       const int64_t head = (i - b.first_part) / b.segments, index = (i - b.first_part) % b.segments;
-      segment(s, b, head, index, part_of(b, head, index));
+      segment(s, b, head, index, queries(s, b, head), part_of(b, head, index));
     }
   });
   for (const Block& b : blocks_)

@@ -42,9 +42,15 @@ class Attention {
     float* acc;
   };
   void cut(std::span<const RowRef> rows, const Shape& s);
-  int64_t partial_floats(const Shape& s, int64_t vectors) const { return vectors * (17 + s.padded); }
-  Partial partial(const Shape& s, float* at, int64_t vectors) const { return {at, at + vectors, at + vectors * 17}; }
-  void segment(const Shape& s, const Block& b, int64_t head, int64_t index, Partial to) const;
+  // Rounded up and ordered so that, from an aligned start, every accumulator is aligned.
+  int64_t partial_floats(const Shape& s, int64_t vectors) const {
+    return vectors * (16 + s.padded) + (vectors + 15) / 16 * 16;
+  }
+  Partial partial(const Shape& s, float* at, int64_t vectors) const {
+    return {at + vectors * (16 + s.padded), at, at + vectors * 16};
+  }
+  const float* queries(const Shape& s, const Block& b, int64_t head) const;
+  void segment(const Shape& s, const Block& b, int64_t head, int64_t index, const float* q, Partial to) const;
   void fold(const Shape& s, const Block& b, int64_t index, Partial into, Partial from) const;
   void write(const Shape& s, const Block& b, int64_t head, Partial from) const;
 

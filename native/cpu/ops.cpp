@@ -148,17 +148,11 @@ class CpuOps final : public Ops {
       require(b.vector() && b.rows() * b.cols() == w.rows(), "linear bias shape");
       add = b.vector();
     }
-    multiply(w, x, norm, [&](const Segment& s, int64_t tile, int64_t token, int64_t tokens, const float* sums) {
-      const int64_t row = s.first_row + tile * kTileRows, n = std::min(kTileRows, s.rows - tile * kTileRows);
-      for (int64_t t = 0; t < tokens; ++t) {
-        float* out = row_of(y, token + t) + row;
-        if (add)
-          for (int64_t i = 0; i < n; ++i) out[i] = sums[16 * t + i] + add[row + i];
-        else if (n == kTileRows)
-          std::memcpy(out, sums + 16 * t, 64);
-        else
-          std::copy_n(sums + 16 * t, n, out);
-      }
+    multiply(w, x, norm, y, [&](const float* sums, int64_t row, int64_t n, float* out) {
+      if (add)
+        for (int64_t i = 0; i < n; ++i) out[i] = sums[i] + add[row + i];
+      else
+        copy_lanes(sums, n, out);
     });
   }
 
@@ -167,12 +161,11 @@ class CpuOps final : public Ops {
     require(x.n == y.n && x.dim == w.cols() && y.dim == w.rows(), "linear_add shapes");
     require(w.use() == WeightUse::Linear || w.use() == WeightUse::TiedHead,
             "linear_add: a weight loaded for another use");
-    multiply(w, x, nullptr, [&](const Segment& s, int64_t tile, int64_t token, int64_t tokens, const float* sums) {
-      const int64_t row = s.first_row + tile * kTileRows, n = std::min(kTileRows, s.rows - tile * kTileRows);
-      for (int64_t t = 0; t < tokens; ++t) {
-        float* out = row_of(y, token + t) + row;
-        for (int64_t i = 0; i < n; ++i) out[i] += sums[16 * t + i];
-      }
+    multiply(w, x, nullptr, y, [](const float* sums, int64_t, int64_t n, float* out) {
+      if (n == kTileRows)
+        for (int64_t i = 0; i < kTileRows; ++i) out[i] += sums[i];
+      else
+        for (int64_t i = 0; i < n; ++i) out[i] += sums[i];
     });
   }
 
@@ -188,13 +181,14 @@ class CpuOps final : public Ops {
     const Segment &gate = w.segments()[0], &up = w.segments()[1];
     over_tiles(gate.tiles, w.cols(), [&](int64_t tile, std::span<const Group> groups) {
       alignas(64) float g[16 * 16], u[16 * 16];
+      const int64_t n = std::min(kTileRows, gate.rows - tile * kTileRows);
       for (const Group& group : groups) {
+        fetch_rows(y, group, tile * kTileRows);
         run_tile(gate, tile, group, w.cols(), &group == groups.data(), g);
         run_tile(up, tile, group, w.cols(), &group == groups.data(), u);
         kernels_.swiglu(g, u, 16 * group.tokens, limit, g);
-        const int64_t n = std::min(kTileRows, gate.rows - tile * kTileRows);
         for (int64_t t = 0; t < group.tokens; ++t)
-          std::copy_n(g + 16 * t, n, row_of(y, group.first + t) + tile * kTileRows);
+          copy_lanes(g + 16 * t, n, row_of(y, group.first + t) + tile * kTileRows);
       }
     });
   }
@@ -349,9 +343,22 @@ class CpuOps final : public Ops {
     kernels_.tile[static_cast<int>(s.format.kind)][g.size_index](a);
   }
 
-  // sink(segment, tile, first token, tokens, sums [tokens][16]) for every tile and group.
+  // A tile's results go to one cache line of each token's row, which is not in the nearest cache: asked for while the
+  // tile is computed, it is there when they are stored.
+  static void fetch_rows(const Tensor& y, const Group& g, int64_t column) {
+    for (int64_t t = 0; t < g.tokens; ++t) __builtin_prefetch(row_of(y, g.first + t) + column, 1);
+  }
+
+  static void copy_lanes(const float* from, int64_t n, float* to) {
+    if (n == kTileRows)
+      std::memcpy(to, from, kTileRows * sizeof(float));
+    else
+      std::copy_n(from, n, to);
+  }
+
+  // sink(sums, row, n, out) for every tile and token: the sums of output rows [row, row + n), and where they belong.
   template <class Sink>
-  void multiply(const PackedWeight& w, Tensor x, const Norm* norm, Sink&& sink) {
+  void multiply(const PackedWeight& w, Tensor x, const Norm* norm, Tensor y, Sink&& sink) {
     prepare(w, x, norm);
     const std::vector<Segment>& segments = w.segments();
     int64_t tiles = 0;
@@ -360,9 +367,11 @@ class CpuOps final : public Ops {
       const Segment* s = segments.data();
       while (tile >= s->tiles) tile -= (s++)->tiles;
       alignas(64) float sums[16 * 16];
+      const int64_t row = s->first_row + tile * kTileRows, n = std::min(kTileRows, s->rows - tile * kTileRows);
       for (const Group& g : groups) {
+        fetch_rows(y, g, row);
         run_tile(*s, tile, g, w.cols(), &g == groups.data(), sums);
-        sink(*s, tile, g.first, g.tokens, sums);
+        for (int64_t t = 0; t < g.tokens; ++t) sink(sums + 16 * t, row, n, row_of(y, g.first + t) + row);
       }
     });
   }
