@@ -202,10 +202,8 @@ void pack_int8(const float* x, int64_t n, int group_columns, int zero_point, int
     const Vf inverse = set1(amax > 0 ? 127.0f / amax : 0.0f);
     const Vi qa = to_int(mul(a, inverse)), qb = to_int(mul(b, inverse));
     auto* q = reinterpret_cast<int8_t*>(out + 32 * t);
-    store_i8(q, qa);
-    store_i8(q + 16, qb);
+    const int32_t sums[2] = {store_i8(q, qa), store_i8(q + 16, qb)};
     __builtin_memcpy(out + 32 * group + 4 * t, &d, 4);
-    const int32_t sums[2] = {hsum_i(qa), hsum_i(qb)};
     for (int part = 0; part < parts; ++part) {
       const int32_t sum = parts == 1 ? sums[0] + sums[1] : sums[part];
       uint8_t* at = out + group * (36 + 4 * part) + 4 * t;

@@ -91,11 +91,16 @@ inline Vf to_float(Vi v) {
 inline Vi to_int(Vf v) {
   return _mm512_cvtps_epi32(v);
 }  // to nearest even
-inline void store_i8(int8_t* p, Vi v) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(v));
+// Sum of sixteen signed bytes: the sum of absolute differences adds eight unsigned ones at a time.
+inline int32_t sum_bytes(__m128i v) {
+  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(v, _mm_set1_epi8(-128)), _mm_setzero_si128());
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
 }
-inline int32_t hsum_i(Vi v) {
-  return _mm512_reduce_add_epi32(v);
+// Stores the lanes as bytes and returns their sum; |v| <= 127.
+inline int32_t store_i8(int8_t* p, Vi v) {
+  const __m128i bytes = _mm512_cvtsepi32_epi8(v);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  return sum_bytes(bytes);
 }
 // 2^n, n in [-126, 127].
 inline Vf exp2_int(Vi n) {

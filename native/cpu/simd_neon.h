@@ -114,13 +114,12 @@ inline Vf to_float(Vi a) {
 inline Vi to_int(Vf a) {
   return each_i([&](int i) { return vcvtnq_s32_f32(a.v[i]); });
 }
-inline void store_i8(int8_t* p, Vi a) {
+inline int32_t store_i8(int8_t* p, Vi a) {
   const int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1]));
   const int16x8_t high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));
-  vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
-}
-inline int32_t hsum_i(Vi a) {
-  return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
+  const int8x16_t bytes = vcombine_s8(vqmovn_s16(low), vqmovn_s16(high));
+  vst1q_s8(p, bytes);
+  return vaddlvq_s8(bytes);
 }
 inline Vf exp2_int(Vi n) {
   return each([&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23)); });

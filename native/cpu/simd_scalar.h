@@ -105,14 +105,10 @@ inline Vi to_int(Vf a) {
   const Vf r = round(a);
   return __builtin_convertvector((r > -4e6f) & (r < 4e6f) ? r : zero(), Vi);
 }
-inline void store_i8(int8_t* p, Vi a) {
-#pragma GCC unroll 1
-  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a[i]);
-}
-inline int32_t hsum_i(Vi a) {
+inline int32_t store_i8(int8_t* p, Vi a) {
   int32_t sum = 0;
 #pragma GCC unroll 1
-  for (int i = 0; i < 16; ++i) sum += a[i];
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a[i]), sum += p[i];
   return sum;
 }
 inline Vf exp2_int(Vi n) {

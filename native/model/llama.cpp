@@ -150,7 +150,7 @@ class Llama final : public Model {
   size_t workspace_bytes(int64_t rows, int64_t wanted) const override {
     const LlamaShape& s = shape_;
     const int64_t per_row = s.width + s.rope_dim + s.qkv() + s.heads * s.head_dim + s.ff;
-    return static_cast<size_t>(rows * per_row + wanted * (s.width + s.vocab)) * sizeof(float);
+    return static_cast<size_t>(rows * per_row + wanted * (s.width + s.heads * s.head_dim + s.vocab)) * sizeof(float);
   }
 
   void load(Ops& ops, const LoadProgress& progress) override {
@@ -200,6 +200,14 @@ class Llama final : public Model {
     ops_->rope_table(batch.rows, freq_, a.rope);
     for (size_t l = 0; l < layers_.size(); ++l) {
       if (batch.probe) batch.probe(static_cast<int64_t>(l), a.x);
+      project(layers_[l], l, batch.rows, a);
+      if (l + 1 == layers_.size() && narrows(batch)) {
+        if (batch.wanted.empty()) return {};
+        a = of_wanted(batch, a);
+        attention(layers_[l], l, wanted_rows_, a);
+        feed_forward(layers_[l], a);
+        return head(a.x);
+      }
       attention(layers_[l], l, batch.rows, a);
       feed_forward(layers_[l], a);
     }
@@ -208,7 +216,10 @@ class Llama final : public Model {
       ops_->rms_norm(a.x, norm(*final_norm_), normed);
       batch.probe(s.layers, normed);
     }
-    return head(a.x, batch.wanted);
+    if (batch.wanted.empty()) return {};
+    Tensor last = ops_->scratch(static_cast<int64_t>(batch.wanted.size()), s.width);
+    ops_->gather(a.x, batch.wanted, last);
+    return head(last);
   }
 
  private:
@@ -223,6 +234,7 @@ class Llama final : public Model {
   };
   struct Activations {
     Tensor x, rope, qkv, attended, hidden;
+    Tensor q(const LlamaShape& s) const { return qkv.columns(0, s.heads * s.head_dim); }
   };
 
   static void read_biases(TensorTable& tensors, const std::string& prefix, int64_t q, int64_t kv, LayerFile& f) {
@@ -244,17 +256,44 @@ class Llama final : public Model {
 
   Norm norm(const Weight& gain) const { return {&gain, shape_.eps}; }
 
-  // x += Wo attention(rope(Wqkv rms(x)))
+  static KvSlots kv_of(size_t layer) { return {2 * layer, 2 * layer + 1}; }
+
+  // q, k, v = rope(Wqkv rms(x)); k and v go to the state
+  void project(const Layer& w, size_t layer, std::span<const RowRef> rows, Activations& a) {
+    const LlamaShape& s = shape_;
+    const Norm pre = norm(*w.attn_norm);
+    ops_->linear(*w.qkv, a.x, &pre, w.qkv_bias.get(), a.qkv);  // [T, E] -> [T, (Hq + 2 Hkv) D]
+    ops_->rope_store(a.qkv, a.rope, s.rope, rows, kv_of(layer), s.heads, s.kv_heads, s.head_dim);
+  }
+
+  // x += Wo attention(q)
   void attention(const Layer& w, size_t layer, std::span<const RowRef> rows, Activations& a) {
     const LlamaShape& s = shape_;
-    const KvSlots kv{2 * layer, 2 * layer + 1};
-    const Norm pre = norm(*w.attn_norm);
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(s.head_dim)));
-    const Tensor q = a.qkv.columns(0, s.heads * s.head_dim);                             // [T, Hq D]
-    ops_->linear(*w.qkv, a.x, &pre, w.qkv_bias.get(), a.qkv);                            // [T, E] -> qkv
-    ops_->rope_store(a.qkv, a.rope, s.rope, rows, kv, s.heads, s.kv_heads, s.head_dim);  // k, v -> state
-    ops_->attention(q, rows, kv, s.heads, s.kv_heads, s.head_dim, scale, a.attended);    // [T, Hq D]
-    ops_->linear_add(*w.attn_output, a.attended, a.x);                                   // [T, E]
+    ops_->attention(a.q(s), rows, kv_of(layer), s.heads, s.kv_heads, s.head_dim, scale, a.attended);  // [T, Hq D]
+    ops_->linear_add(*w.attn_output, a.attended, a.x);                                                // [T, E]
+  }
+
+  // After the last layer's keys and values are stored only the wanted rows go on. Not where a backend may replay the
+  // step, which then reads no other rows than the step's own, and not where every row's result is looked at.
+  bool narrows(const Batch& batch) const {
+    return !batch.probe && ops_->host_memory() && batch.wanted.size() < batch.ids.size();
+  }
+
+  // The activations of the wanted rows alone; `wanted_rows_` becomes their places.
+  Activations of_wanted(const Batch& batch, const Activations& all) {
+    const LlamaShape& s = shape_;
+    const auto n = static_cast<int64_t>(batch.wanted.size());
+    wanted_rows_.clear();
+    for (const int32_t t : batch.wanted) wanted_rows_.push_back(batch.rows[static_cast<size_t>(t)]);
+    Activations a{.x = ops_->scratch(n, s.width),
+                  .rope = {},
+                  .qkv = ops_->scratch(n, s.heads * s.head_dim),
+                  .attended = all.attended.rows(0, n),
+                  .hidden = all.hidden.rows(0, n)};
+    ops_->gather(all.x, batch.wanted, a.x);
+    ops_->gather(all.q(s), batch.wanted, a.qkv);
+    return a;
   }
 
   // x += Wdown(silu(Wgate rms(x)) * Wup rms(x))
@@ -264,14 +303,11 @@ class Llama final : public Model {
     ops_->linear_add(*w.down, a.hidden, a.x);              // [T, E]
   }
 
-  // Wout rms(x) of the wanted rows, [wanted, vocab]
-  Tensor head(const Tensor& x, std::span<const int32_t> wanted) {
-    const auto n = static_cast<int64_t>(wanted.size());
-    if (n == 0) return {};
-    Tensor last = ops_->scratch(n, shape_.width), logits = ops_->scratch(n, shape_.vocab);
+  // Wout rms(x) of the wanted rows x, [wanted, vocab]
+  Tensor head(const Tensor& x) {
+    Tensor logits = ops_->scratch(x.n, shape_.vocab);
     const Norm pre = norm(*final_norm_);
-    ops_->gather(x, wanted, last);
-    ops_->linear(head_ ? *head_ : *embed_, last, &pre, nullptr, logits);
+    ops_->linear(head_ ? *head_ : *embed_, x, &pre, nullptr, logits);
     return logits;
   }
 
@@ -285,6 +321,7 @@ class Llama final : public Model {
   Ops* ops_ = nullptr;
   std::unique_ptr<Weight> embed_, head_, final_norm_;
   std::vector<Layer> layers_;
+  std::vector<RowRef> wanted_rows_;
 };
 
 }  // namespace

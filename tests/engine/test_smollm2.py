@@ -2,7 +2,7 @@
 
 The reference backend with f32 keys and values is held to f32 rounding and to the exact greedy continuation. The CPU
 backend quantises activations to 8 bits: it is held to bounds measured once and written down here with some room, to
-the top of the distribution, to the exact greedy continuation where every margin is wide (`code_chat`), and to the
+the top of the distribution, to the reference's greedy ids where the margin is wide, and to the
 mean negative log-likelihood of a text.
 """
 
@@ -151,9 +151,22 @@ def test_cpu_logits(cpu: _cpu.Model, case: str) -> None:
     assert relative < 0.1 and divergence < 0.015 and len(top) >= 8
 
 
-def test_cpu_greedy_ids_where_margins_are_wide(cpu: _cpu.Model) -> None:
-    ids = REFERENCE["code_chat"]["greedy_ids"]
-    assert greedy(cpu, REFERENCE["code_chat"]["prompt_ids"], len(ids)) == ids
+@pytest.mark.parametrize("case", CASES)
+def test_cpu_greedy_ids_where_margins_are_wide(cpu: _cpu.Model, case: str) -> None:
+    """After the reference's own tokens. The difference of two logits deviates by 0.25 (measured over 209 positions):
+    a margin of 1 is four times that."""
+    prompt, ids = REFERENCE[case]["prompt_ids"], REFERENCE[case]["greedy_ids"]
+    session = _cpu.Session(cpu, len(prompt) + len(ids))
+    wide = 0
+    for fed, (expected, margin) in zip(
+        [prompt, *([t] for t in ids)], zip(ids, REFERENCE[case]["greedy_margins"], strict=True), strict=False
+    ):
+        cpu.step([(session, fed, None, True)])
+        if margin > 1:
+            wide += 1
+            assert int(session.logits().argmax()) == expected
+    print(f"{case}: {wide} of {len(ids)} margins are wide")
+    assert wide >= len(ids) // 3
 
 
 @pytest.mark.parametrize("case", CASES)
