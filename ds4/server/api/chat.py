@@ -15,7 +15,8 @@ from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message, Role, ToolCall
 from ds4.server.api import common, fields
 from ds4.server.api.answer import send
-from ds4.server.api.chat_answer import ChatAnswer, new_style
+from ds4.server.api.chat_answer import ChatAnswer
+from ds4.server.api.choices_answer import new_style
 from ds4.server.api.content import arguments_text, text_of
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.prepare import Limits, Preparer
@@ -227,7 +228,9 @@ async def chat_completions(service: Service, request: Request, responder: Respon
     prompt = await service.prompt(chat.conversation)
     model = service.model_id if chat.model is None else chat.model
     style = new_style(
+        "chatcmpl",
         model,
+        choices=chat.choices,
         include_usage=chat.include_usage,
         timings=chat.timings or service.config.timings,
         logprobs=chat.sampling.logprobs is not None,
@@ -247,7 +250,7 @@ async def chat_completions(service: Service, request: Request, responder: Respon
         )
         for choice in range(chat.choices)
     ]
-    answer = ChatAnswer(style, service.token_bytes, service.remember_call, chat.choices)
+    answer = ChatAnswer(style, service.token_bytes, service.remember_call)
     await send(service, jobs, answer, responder, stream=chat.stream)
 
 

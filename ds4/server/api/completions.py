@@ -15,7 +15,8 @@ from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message
 from ds4.server.api import common, fields
 from ds4.server.api.answer import send
-from ds4.server.api.completions_answer import CompletionsAnswer, new_style
+from ds4.server.api.choices_answer import new_style
+from ds4.server.api.completions_answer import CompletionsAnswer
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.prepare import Limits, Preparer, Prompt
 from ds4.server.api.structure import Structure, constrain, read_format
@@ -189,18 +190,20 @@ async def completions(service: Service, request: Request, responder: Responder) 
     wanted = read_completion(service.body(request), service.config.sampling, service.preparer, service.n_slots)
     service.unknown.note(FIELDS.where, wanted.unused)
     model = service.model_id if wanted.model is None else wanted.model
+    total = len(wanted.prompts) * wanted.choices
     style = new_style(
+        "cmpl",
         model,
+        choices=total,
+        per_prompt=wanted.choices,
         include_usage=wanted.include_usage,
         timings=wanted.timings or service.config.timings,
         logprobs=wanted.sampling.logprobs is not None,
-        per_prompt=wanted.choices,
     )
     constraint = await constrain(service.preparer, wanted.structure)
     prompts = [await _prompt(service, wanted, prompt) for prompt in wanted.prompts]
     if constraint is not None and any(prompt.rendered.thinking for prompt in prompts):
         raise RequestError("a structured answer of template chat needs thinking off", param="response_format")
-    total = len(prompts) * wanted.choices
     jobs = [
         service.preparer.request(
             common.choice_id(style.id, index * wanted.choices + choice, total),
@@ -218,5 +221,5 @@ async def completions(service: Service, request: Request, responder: Responder) 
         for index, prompt in enumerate(prompts)
         for choice in range(wanted.choices)
     ]
-    answer = CompletionsAnswer(style, service.token_bytes, total)
+    answer = CompletionsAnswer(style, service.token_bytes)
     await send(service, jobs, answer, responder, stream=wanted.stream)
