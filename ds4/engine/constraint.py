@@ -228,10 +228,27 @@ def _without_annotations(schema: Any) -> Any:
         else:
             cleaned[name] = _without_annotations(value)
     _open_bounds(cleaned)
+    _end_fractions(cleaned)
     return cleaned
 
 
 _NEAR = 1e-9
+
+
+def _end_fractions(schema: dict[str, Any]) -> None:
+    """Gives the fraction of a number between two bounds an end: weak models repeat a digit until the token limit.
+
+    The library writes such numbers without an exponent. Nine digits are enough for any range but the narrowest.
+    """
+    kinds = schema.get("type")
+    if "number" not in (kinds if isinstance(kinds, list) else [kinds]) or "multipleOf" in schema:
+        return
+    if "enum" in schema or "const" in schema:
+        return
+    low = schema.get("exclusiveMinimum", schema.get("minimum"))
+    high = schema.get("exclusiveMaximum", schema.get("maximum"))
+    if isinstance(low, int | float) and isinstance(high, int | float) and high - low >= 1000 * _NEAR:
+        schema["multipleOf"] = _NEAR
 
 
 def _open_bounds(schema: dict[str, Any]) -> None:

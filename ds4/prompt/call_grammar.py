@@ -26,6 +26,8 @@ _TYPES = ("object", "array", "number", "boolean", "null")
 _OBJECT_MEMBERS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id", "strict"}
 )
+MAX_CALLS = 32
+"""Calls in one turn: weak models that must call never stop to."""
 _MAX_REFERENCES = 32
 _MAX_LENGTH = 100_000
 
@@ -163,7 +165,7 @@ class CallGrammar:
         syntax = self._syntax
         calls = [self._call(index, function) for index, function in enumerate(self._functions)]
         self._rules.append(f"call: {' | '.join(calls)}")
-        more = f"({self._tag(syntax.between)} call)*".replace("( call)", "(call)")
+        more = f"({self._tag(syntax.between)} call){{0,{MAX_CALLS - 1}}}".replace("( call)", "(call)")
         begin, end = (self._tag(text) for text in syntax.block)
         return f"{begin} call {'' if single else more} {end}"
 

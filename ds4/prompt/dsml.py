@@ -71,8 +71,8 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
 class Dsml:
     """One spelling of DSML: the words behind the bar.
 
-    `official`: details as DeepSeek's encoder for that model prints them, which are spacing and numbers of JSON values,
-    blank arguments, and for V4.1 the empty line of a call without parameters.
+    `official`: details as DeepSeek's encoder for that model prints them, which are the members of a declaration,
+    spacing and numbers of JSON values, blank arguments, and for V4.1 the empty line of a call without parameters.
     """
 
     calls: str
@@ -83,7 +83,8 @@ class Dsml:
     def declaration(self, tools: Iterable[Tool]) -> list[Segment]:
         """What tells the model its tools; ends with a newline."""
         head = _TOOLS.format(calls=self.calls, invoke=self.invoke, parameter=self.parameter)
-        return [*marked(head, _TAGS), "\n".join(tool.schema for tool in tools), _AFTER_SCHEMAS]
+        lines = [_official_schema(tool.schema) if self.official else tool.schema for tool in tools]
+        return [*marked(head, _TAGS), "\n".join(lines), _AFTER_SCHEMAS]
 
     def block(self, calls: Sequence[ToolCall]) -> list[Segment]:
         """The calls of one assistant turn with the blank line before them; nothing without calls.
@@ -148,6 +149,20 @@ class Dsml:
 @remembered(CALLS_COST, lambda dsml, name, arguments: 4 * len(arguments) + 512)
 def _call(dsml: Dsml, name: str, arguments: str) -> tuple[Segment, ...]:
     return tuple(dsml.call(name, arguments))
+
+
+def _official_schema(schema: str) -> str:
+    """A declaration with exactly the members that DeepSeek's encoder prints, in its order."""
+    try:
+        tool = parse(schema.encode("utf-8", "replace")).as_object()
+    except JSONError:
+        return schema
+    description, parameters = tool.get("description"), tool.get("parameters")
+    return (
+        f'{{"name": {"null" if (name := tool.get("name")) is None else name.canonical()}, '
+        f'"description": {_text("") if description is None else description.canonical()}, '
+        f'"parameters": {"{}" if parameters is None else parameters.canonical()}}}'
+    )
 
 
 def _attribute(text: str) -> str:

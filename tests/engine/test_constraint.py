@@ -69,6 +69,9 @@ PERSON = {
         (schema({"type": "string", "format": "int64"}), '"anything"'),
         (schema({"type": "object", "x-order": 1, "title": "T"}), "{}"),
         (schema({"const": {"format": "int64"}}), '{"format": "int64"}'),
+        (schema({"type": "number", "minimum": -3, "maximum": 2}), "-2.123456789"),
+        (schema({"type": ["number", "null"], "minimum": 1, "maximum": 1}), "1"),
+        (schema({"type": "number"}), "6.02214076e23"),
         (Grammar("regex", "(yes|no)[.!]"), "yes!"),
         (Grammar("lark", 'start: "a" b\nb: /[0-9]+/'), "a42"),
     ],
@@ -90,6 +93,7 @@ def test_texts_that_match(compiler: Compiler, tokenizer: Tokenizer, grammar: Gra
         (schema(PERSON), "Sure! {"),
         (schema({"type": "string", "format": "date"}), '"30 November"'),
         (schema({"type": "object"}), "{" + "\n" * 40),
+        (schema({"type": "number", "minimum": -3, "maximum": 2}), "-2.6" + "3" * 40),
         (Grammar("regex", "(yes|no)[.!]"), "maybe"),
     ],
 )

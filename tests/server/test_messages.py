@@ -351,7 +351,7 @@ def test_marks_on_tools_and_forms_of_content_do_not_change_the_prompt(serve: Ser
         system=["a", {"type": "text", "text": "b"}],
     )
     assert plain == marked
-    assert '"input_schema": {"type": "object"' in plain
+    assert '"parameters": {"type": "object"' in plain
 
 
 def test_tool_choice(serve: Serve) -> None:

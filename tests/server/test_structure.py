@@ -17,6 +17,7 @@ from ds4.engine.demo import demo_model_path
 from ds4.engine.engine import Engine
 from ds4.engine.types import EngineConfig
 from ds4.errors import ConfigError
+from ds4.prompt.call_grammar import MAX_CALLS
 from ds4.server.config import ServerConfig
 from ds4.testing import Script, ScriptedEngine
 from tests.support.api import chunks, openai_error
@@ -46,7 +47,7 @@ def server() -> Iterator[RunningServer]:
         demo_model_path()
     except ConfigError as error:
         pytest.skip(str(error))
-    config = EngineConfig(ctx=1024, slots=SLOTS, threads=2)
+    config = EngineConfig(ctx=2048, slots=SLOTS, threads=2)
     engine = Engine.open(config)
     running = RunningServer(engine, ServerConfig(engine=config, port=0))
     running.http.timeout = 240
@@ -63,8 +64,9 @@ def ask(server: RunningServer, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-def check_random_schemas(server: RunningServer, n: int, max_tokens: int) -> None:
-    """Half of the schemas as a format, half as the parameters of a function that must be called."""
+def check_random_schemas(server: RunningServer, n: int) -> None:
+    """Half of the schemas as a format, half as the parameters of a function that must be called: every answer ends by
+    itself and is valid. Everything in the schemas is bounded, and no answer comes near the limit."""
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     formats = [random_schema(rng) for _ in range(n - n // 2)]
@@ -72,42 +74,40 @@ def check_random_schemas(server: RunningServer, n: int, max_tokens: int) -> None
 
     def answer(task: tuple[int, bool, dict[str, Any]]) -> str:
         index, is_call, schema = task
-        fields: dict[str, Any] = {"temperature": index % 3 / 2, "seed": index, "max_tokens": max_tokens}
+        fields: dict[str, Any] = {"temperature": index % 3 / 2, "seed": index, "max_tokens": 1500}
         if is_call:
             fields |= {"tools": [function("save", schema, strict=True)], "tool_choice": "required"}
-            fields["parallel_tool_calls"] = index % 4 == 0
+            fields["parallel_tool_calls"] = False
         else:
             fields["response_format"] = json_format(schema)
         choice = ask(server, **fields)
         finish = str(choice["finish_reason"])
-        if finish == "length":
-            return finish
-        assert finish == ("tool_calls" if is_call else "stop")
-        for text in (
-            [c["function"]["arguments"] for c in choice["message"]["tool_calls"]]
-            if is_call
-            else [choice["message"]["content"]]
-        ):
-            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+        assert finish == ("tool_calls" if is_call else "stop"), (seed, index, schema, choice)
+        if is_call:
+            (call,) = choice["message"]["tool_calls"]
+            text = call["function"]["arguments"]
+        else:
+            text = choice["message"]["content"]
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
         return finish
 
     tasks = [(i, False, s) for i, s in enumerate(formats)] + [(i, True, s) for i, s in enumerate(parameters)]
+    print(f"seed {seed}")
     with ThreadPoolExecutor(SLOTS) as pool:
         finishes = list(pool.map(answer, tasks))
-    counts = {reason: finishes.count(reason) for reason in ("stop", "tool_calls", "length")}
-    print(f"seed {seed}: {counts}")
-    # An answer that was cut proves nothing.
-    assert counts["stop"] >= len(formats) // 2
-    assert counts["tool_calls"] >= len(parameters) // 3
+    counts = {reason: finishes.count(reason) for reason in ("stop", "tool_calls")}
+    print(f"{n} schemas, {sum(counts.values())} valid answers: {counts}")
+    assert counts == {"stop": len(formats), "tool_calls": len(parameters)}
 
 
 def test_random_schemas(server: RunningServer) -> None:
-    check_random_schemas(server, 12, 96)
+    check_random_schemas(server, 12)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_two_hundred_random_schemas(server: RunningServer) -> None:
-    check_random_schemas(server, 200, 160)
+    check_random_schemas(server, 200)
 
 
 def test_the_sdk_parses_a_structured_answer(server: RunningServer) -> None:
@@ -193,6 +193,15 @@ def test_a_named_function_is_called_once(server: RunningServer) -> None:
         assert [c["function"] for c in choice["message"]["tool_calls"]] == [{"name": name, "arguments": "{}"}]
     one = ask(server, tools=tools, tool_choice="required", parallel_tool_calls=False)
     assert len(one["message"]["tool_calls"]) == 1
+
+
+def test_forced_calls_come_to_an_end(serve: Serve) -> None:
+    """A model that must call and never stops to gets so many calls, and no more."""
+    call = "<tool_call>\n<function=look>\n</function>\n</tool_call>"
+    server = serve(ScriptedEngine(Script.text("\n".join([call] * (MAX_CALLS + 8)), "bytes")))
+    tools = [function("look", {"type": "object", "properties": {}})]
+    (choice,) = server.chat(tools=tools, tool_choice="required").json()["choices"]
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", MAX_CALLS)
 
 
 def test_a_bias_is_no_ban(server: RunningServer) -> None:

@@ -20,12 +20,16 @@ from typing import Literal
 from ds4._json import JSONError, Node, dumps, parse
 from ds4.prompt.types import Tool
 from ds4.server.api.common import required
+from ds4.server.api.tools import declaration
 
 Kind = Literal["function", "custom", "tool_search"]
 
 TOOL_SEARCH = "tool_search"
 INPUT = "input"
 """The one parameter that a custom tool is declared with."""
+
+_MARKS = ("type",)
+"""Members of a function that say nothing about it."""
 
 _NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
 
@@ -87,7 +91,7 @@ class ToolTable:
     def _add(self, item: Node, kind: str, namespace: str | None, unused: list[str]) -> None:
         if kind == "function":
             name = _name(item)
-            tool = Tool(name, item.canonical()) if namespace is None else _member(item, namespace + name)
+            tool = Tool(name, declaration(item, _MARKS)) if namespace is None else _member(item, namespace + name)
             self._put(tool, ToolForm("function", name, namespace))
         elif kind == "custom":
             name = _name(item)

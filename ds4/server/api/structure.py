@@ -24,6 +24,7 @@ from ds4.errors import RequestError
 from ds4.prompt.call_grammar import SYNTAXES, CallGrammar, Function, SchemaError
 from ds4.prompt.types import Conversation, Tool
 from ds4.server.api.common import required
+from ds4.server.api.tools import SCHEMA
 
 if TYPE_CHECKING:
     from ds4.server.api.prepare import Preparer
@@ -151,21 +152,19 @@ def _declared(body: Node, tools: Sequence[Tool]) -> Iterable[Declared]:
             declaration = node.get_object("function") or node
             name = declaration.get("name")
             if name is not None and name.kind == "str":
-                places[name.as_str()] = declaration.path.removeprefix("$.")
+                member = SCHEMA if "parameters" not in declaration and SCHEMA in declaration else "parameters"
+                places[name.as_str()] = f"{declaration.path.removeprefix('$.')}.{member}"
     for tool in tools:
-        function, member = _function(tool.name, tool.schema)
-        place = places.get(tool.name, f"tools.{tool.name[:64]}")
-        yield Declared(function, f"{place}.{member}")
+        yield Declared(_function(tool.name, tool.schema), places.get(tool.name, f"tools.{tool.name[:64]}.parameters"))
 
 
 @remembered(16 << 20, lambda name, declared: 8 * len(declared))
-def _function(name: str, declared: str) -> tuple[Function, str]:
-    """What a declaration says, and the name of the member that holds its schema."""
+def _function(name: str, declared: str) -> Function:
+    """What a declaration says."""
     declaration = parse(declared.encode())
-    member = next((m for m in ("parameters", "input_schema") if declaration.get(m) is not None), "parameters")
-    schema = declaration.get_object(member)
+    schema = declaration.get_object("parameters")
     parameters: dict[str, Any] = {} if schema is None else json.loads(schema.minified())
-    return Function(name, parameters, declaration.get_bool("strict", False)), member
+    return Function(name, parameters, declaration.get_bool("strict", False))
 
 
 # ---- the constraint ---------------------------------------------------------------------------------------------

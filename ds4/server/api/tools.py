@@ -1,11 +1,14 @@
 """The `tools` of a request: which functions the model is offered, each with the one line that declares it.
 
-Equal schemas give equal bytes however the client spelled them (`Node.canonical`), because cache reuse rests on it.
+Equal schemas give equal bytes however the client spelled them (`Node.canonical`), because cache reuse rests on it, and
+in whatever dialect: a model was trained on `{"name", "description", "parameters"}`, and knows no other form.
 """
 
 from __future__ import annotations
 
-from ds4._json import Node
+from collections.abc import Collection
+
+from ds4._json import Node, dumps
 from ds4.prompt.types import Tool
 from ds4.server.api.common import required
 
@@ -55,11 +58,27 @@ def anthropic_tools(body: Node, unused: list[str]) -> tuple[Tool, ...]:
     tools: list[Tool] = []
     for item in body.get_array("tools") or ():
         kind = item.get_str("type", "custom")
-        if kind != "custom" and "input_schema" not in item:
+        if kind != "custom" and SCHEMA not in item:
             unused.append(f"tools.{kind}")
             continue
         name = required(item, "name").as_str()
         if not name:
             raise item["name"].error("Expected a name, got an empty string")
-        tools.append(Tool(name, item.canonical(_MARKS)))
+        tools.append(Tool(name, declaration(item, _MARKS)))
     return tuple(tools)
+
+
+def declaration(item: Node, marks: Collection[str]) -> str:
+    """The line of a tool whose members stand beside `marks`, which are left out: in the words of a function."""
+    if SCHEMA not in item or "parameters" in item:
+        return item.canonical(tuple(marks))
+    members = [
+        f"{dumps('parameters' if name == SCHEMA else name).decode()}: {node.canonical()}"
+        for name, node in item.items()
+        if name not in marks
+    ]
+    return "{" + ", ".join(members) + "}"
+
+
+SCHEMA = "input_schema"
+"""What Anthropic calls a function's `parameters`."""
