@@ -101,7 +101,7 @@ def check_random_schemas(server: RunningServer, n: int) -> None:
 
 
 def test_random_schemas(server: RunningServer) -> None:
-    check_random_schemas(server, 12)
+    check_random_schemas(server, 8)
 
 
 @pytest.mark.slow
