@@ -72,8 +72,8 @@ class Session:
         """Memory that the session holds now; it grows with its tokens."""
         return self.native.resident_bytes
 
-    def common_prefix(self, tokens: Sequence[int] | npt.NDArray[np.int32]) -> int:
-        return self.native.common_prefix(tokens)
+    def common_prefix(self, tokens: Sequence[int] | npt.NDArray[np.int32], beyond: int = 0) -> int:
+        return self.native.common_prefix(tokens, beyond)
 
     def can_rewind(self, n_tokens: int) -> bool:
         return self.native.can_rewind(n_tokens)

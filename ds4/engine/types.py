@@ -158,8 +158,11 @@ class SessionLike(Protocol):
     def last_used(self) -> float:
         """`time.monotonic()` of the last step or sync."""
 
-    def common_prefix(self, tokens: Sequence[int] | npt.NDArray[np.int32]) -> int:
-        """Length of the equal prefix of `tokens` and the session's tokens."""
+    def common_prefix(self, tokens: Sequence[int] | npt.NDArray[np.int32], beyond: int = 0) -> int:
+        """Length of the equal prefix of `tokens` and the session's tokens.
+
+        With `beyond` it is 0 when it would not be more than that, and mostly found out by one comparison.
+        """
 
     def can_rewind(self, n_tokens: int) -> bool: ...
     def rewind(self, n_tokens: int) -> None:

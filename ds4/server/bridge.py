@@ -60,6 +60,15 @@ class Pending:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    async def first(self) -> Event | None:
+        """Waits for the first event, which `batches` will bring too. None when there is none: it was cancelled."""
+        loop = asyncio.get_running_loop()
+        while not self._events and not self.ended:
+            self._waiter = loop.create_future()
+            await self._waiter
+            self._waiter = None
+        return self._events[0] if self._events else None
+
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Lists of events as they come. Ends after Finish or Failed, or when cancelled."""
         loop = asyncio.get_running_loop()

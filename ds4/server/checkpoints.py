@@ -118,5 +118,5 @@ class Checkpoints:
         if seen is not None and seen.tokens == live and seen.kind in _FLAGS:
             return seen.key, _FLAGS[seen.kind]
         if text is not None and text.tokens == live:
-            return text.key, 0
+            return text.whole, 0
         return key_of_tokens(self._tokenizer, slot.session.tokens.tolist()), 0

@@ -21,7 +21,7 @@ from ds4.errors import EngineError
 from ds4.prompt.types import Message, ToolCall
 from ds4.server.constrained import Constrained
 from ds4.server.keys import key_of_tokens
-from ds4.server.reuse import LiveText, Query, Reuse, Visible
+from ds4.server.reuse import Bound, LiveText, Query, Reuse, Visible
 from ds4.server.types import (
     ContentDelta,
     Event,
@@ -61,7 +61,7 @@ class Job:
         self, request: GenerationRequest, prompt: npt.NDArray[np.int32], submitted: float, sink: object = None
     ) -> None:
         self.request = request
-        self.query = Query(prompt, request.key)
+        self.query = Query(prompt, request.key, request.continues)
         self.submitted = submitted
         self.sink = sink
         self.cancelled = False
@@ -193,14 +193,13 @@ class Generation:
         if not key or self.position < prompt or live < prompt:
             return None
         drawn = key_of_tokens(self._tokenizer, self.slot.session.tokens[prompt:].tolist())
-        return None if drawn is None else LiveText(key + drawn, live)
+        return None if drawn is None else LiveText(key, live, drawn)
 
     def visible(self) -> Visible | None:
         """The key of what the client saw of the state, where it differs from the state: there was reasoning.
 
-        Clients of Responses never send it back, those of Messages need not where the results of calls follow. A
-        prompt without tools is rendered without it, whoever sends it. After a stop string, an error or the length
-        limit the state is not what the client goes on with.
+        Clients of Responses never send it back. A prompt without tools is rendered without it, whoever sends it. After
+        a stop string, an error or the length limit the state is not what the client goes on with.
         """
         request, session = self.job.request, self.slot.session
         if request.visible is None or not self._reasoning_tokens or self._stop is not None or not self._over:
@@ -212,8 +211,6 @@ class Generation:
             kind = "responses-visible"
         elif not request.tools:
             kind = "thinking-visible"
-        elif request.dialect == "messages" and result.calls:
-            kind = "anthropic-tool-output"
         else:
             return None
         calls = tuple(ToolCall("", call.name, call.arguments, result.raw) for call in result.calls)
@@ -226,6 +223,16 @@ class Generation:
         elif evaluated != self.completion_tokens:
             return None
         return None if not key else Visible(key, session.n_tokens, kind)
+
+    def bound(self, end: Finish) -> Bound | None:
+        """Whose calls the state ends with: a turn in a dialect that binds results to their calls by ids."""
+        request, session = self.job.request, self.slot.session
+        if request.dialect not in ("responses", "messages") or end.reason != "tool_calls":
+            return None
+        missing = self.completion_tokens - (session.n_tokens - self.prompt_tokens)
+        if missing not in (0, 1):
+            return None
+        return Bound(request.id, session.n_tokens, (self._last_token,) * missing)
 
     def chunk_end(self, end: int) -> int:
         """`end`, or a place before it where the session has to stop for a checkpoint."""

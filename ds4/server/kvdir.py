@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -34,11 +34,15 @@ class DirectoryInUseError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A checkpoint file as its header shows it. `layout` None: no file of ours, and only its size is known."""
+    """A checkpoint file as its header shows it. `layout` None: no file of ours, and only its size is known.
+
+    `tail` is the end of its text (`kvfile.TAIL_BYTES`).
+    """
 
     name: str
     size: int
     layout: Layout | None = None
+    tail: bytes = b""
 
     @property
     def tokens(self) -> int:
@@ -58,8 +62,11 @@ class Entry:
         )
 
 
-def scan(directory: Path) -> Iterator[tuple[str, Path, Entry | Exception]]:
-    """(name, path, entry or why it is none) of every checkpoint name in a directory, from headers alone."""
+def scan(directory: Path, known: Mapping[str, Entry] | None = None) -> Iterator[tuple[str, Path, Entry | Exception]]:
+    """(name, path, entry or why it is none) of every checkpoint name in a directory, from headers and text ends alone.
+
+    A file of the size of its `known` entry is not opened again.
+    """
     with os.scandir(directory) as found:
         names = sorted(item.name for item in found)
     for file_name in names:
@@ -68,9 +75,14 @@ def scan(directory: Path) -> Iterator[tuple[str, Path, Entry | Exception]]:
             continue
         name, path = match[1].lower(), directory / file_name
         try:
+            old = known.get(name) if known else None
+            if old is not None and old.layout is not None and path.stat().st_size == old.size:
+                yield name, path, old
+                continue
             with path.open("rb", buffering=0) as file:
                 layout = kvfile.read_layout(file)
-            yield name, path, Entry(name, layout.size, layout)
+                tail = kvfile.read_tail(file, layout)
+            yield name, path, Entry(name, layout.size, layout, tail)
         except (CheckpointError, OSError) as error:
             yield name, path, error
 

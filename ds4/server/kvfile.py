@@ -39,6 +39,8 @@ _SEAL = struct.Struct("<3sB16s16s")
 HEADER_BYTES = _HEADER.size
 TEXT_AT = HEADER_BYTES + _U32.size
 SEAL_BYTES = _SEAL.size
+TAIL_BYTES = 32
+"""The end of a text by which an index tells most texts apart without reading them."""
 _CHUNK = 4 << 20
 
 
@@ -238,6 +240,12 @@ class _Hashing(io.RawIOBase):
 def read_text(file: BinaryIO, layout: Layout) -> bytes:
     """The key text, already known to lie inside the file."""
     return _read(file.fileno(), layout.text_bytes, TEXT_AT)
+
+
+def read_tail(file: BinaryIO, layout: Layout) -> bytes:
+    """The last `TAIL_BYTES` of the key text, all of a shorter one."""
+    count = min(TAIL_BYTES, layout.text_bytes)
+    return _read(file.fileno(), count, layout.payload_at - count)
 
 
 def verify(file: BinaryIO, layout: Layout, cancel: CancelCheck | None = None) -> None:

@@ -11,7 +11,6 @@ One process owns a directory (a lock file names it); others may read it.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import os
@@ -29,6 +28,7 @@ from ds4.errors import Cancelled, CheckpointError
 from ds4.server import kvfile
 from ds4.server.kvdir import Entry, create, lock_directory, make_private, scan, sync_directory, temporary_files
 from ds4.server.kvfile import DamagedFile, Header, Layout
+from ds4.server.kvindex import CheckpointIndex
 from ds4.server.kvpolicy import Incoming, KvConfig, fits, victims
 from ds4.server.tool_memory import decode_map, encode_map
 
@@ -69,9 +69,7 @@ class KvStore:
         self._lock = threading.Lock()
         self._in_place = threading.Lock()
         """A file whose tool map is being replaced looks damaged to who reads it."""
-        self._entries: dict[str, Entry] = {}
-        self._by_length: dict[int, set[str]] = {}
-        """Names of the usable entries, by the length of their text."""
+        self._index = CheckpointIndex()
         self._aside: set[str] = set()
         """Names that failed once: never chosen again by this process."""
         self._pending: set[str] = set()
@@ -85,6 +83,8 @@ class KvStore:
             for path in temporary_files(self._directory):
                 log.info("kv cache removed leftover file=%s", path.name)
                 path.unlink(missing_ok=True)
+        self._following = False
+        """The directory of another server is being looked through again."""
         self._scan()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ds4-kv-write")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="ds4-kv-read")
@@ -102,18 +102,24 @@ class KvStore:
         )
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._index)
 
     @property
     def bytes_used(self) -> int:
-        with self._lock:
-            return sum(entry.size for entry in self._entries.values())
+        return self._index.bytes_used
+
+    @property
+    def hashed_bytes(self) -> int:
+        """What look-ups have hashed so far."""
+        return self._index.hashed_bytes
 
     # ---- the index
 
     def _scan(self) -> None:
+        with self._lock:
+            known = {entry.name: entry for entry in self._index}
         entries: dict[str, Entry] = {}
-        for name, path, found in scan(self._directory):
+        for name, path, found in scan(self._directory, known):
             if isinstance(found, DamagedFile) and not self.config.read_only:
                 log.warning("kv cache removed damaged file=%s: %s", path.name, found)
                 path.unlink(missing_ok=True)
@@ -122,72 +128,56 @@ class KvStore:
             else:
                 with suppress(OSError):
                     entries[name] = Entry(name, path.stat().st_size)
+        index = CheckpointIndex()
+        for entry in entries.values():
+            index.add(entry, usable=self._usable(entry))
         with self._lock:
-            self._entries.clear()
-            self._by_length.clear()
-            for entry in entries.values():
-                self._add(entry)
+            index.hashed_bytes = self._index.hashed_bytes
+            self._index = index
             self._calls = None
 
-    def _add(self, entry: Entry) -> None:
-        old = self._entries.get(entry.name)
-        if old is not None:
-            self._drop(old)
-        self._entries[entry.name] = entry
+    def _usable(self, entry: Entry) -> bool:
         layout = entry.layout
         if layout is None or entry.name in self._aside or not layout.sealed:
-            return
+            return False
         h = layout.header
-        if h.model_id == self._model_id and self.config.min_tokens <= h.tokens < self._engine.config.ctx:
-            self._by_length.setdefault(layout.text_bytes, set()).add(entry.name)
+        return h.model_id == self._model_id and self.config.min_tokens <= h.tokens < self._engine.config.ctx
 
-    def _drop(self, entry: Entry) -> None:
-        self._entries.pop(entry.name, None)
-        self._hide(entry)
+    def _add(self, entry: Entry) -> None:
+        self._index.add(entry, usable=self._usable(entry))
 
-    def _hide(self, entry: Entry) -> None:
-        if entry.layout is not None:
-            names = self._by_length.get(entry.layout.text_bytes)
-            if names is not None:
-                names.discard(entry.name)
-                if not names:
-                    del self._by_length[entry.layout.text_bytes]
-
-    def find(self, key: bytes) -> Entry | None:
-        """The usable checkpoint with the longest text that `key` begins with."""
+    def find(self, key: bytes, beyond: int = 0) -> Entry | None:
+        """The usable checkpoint with the longest text that `key` begins with, if it has more than `beyond` tokens."""
         if self.config.read_only:
             self._follow()
-        view = memoryview(key)
         with self._lock:
-            lengths = sorted(length for length in self._by_length if length <= len(key))
-            digest = hashlib.sha1(usedforsecurity=False)
-            best: Entry | None = None
-            at = 0
-            for length in lengths:
-                digest.update(view[at:length])
-                at = length
-                name = digest.copy().hexdigest()
-                if name in self._by_length[length]:
-                    best = self._entries[name]
-            return best
+            return self._index.find(key, beyond)
 
     def _follow(self) -> None:
-        """A reader sees what the owner of the directory does."""
+        """A reader sees what the owner of the directory does: the reader thread looks it through when it changed."""
         try:
             changed = self._directory.stat().st_mtime_ns
         except OSError:
             return
-        if changed != self._seen:
-            self._seen = changed
-            with suppress(OSError):
-                self._scan()
+        if changed != self._seen and not self._following:
+            self._seen, self._following = changed, True
+            with suppress(RuntimeError):
+                self._reader.submit(self._look_again)
+
+    def _look_again(self) -> None:
+        try:
+            self._scan()
+        except OSError as error:
+            log.info("kv cache directory not read: %s", error)
+        finally:
+            self._following = False
 
     def set_aside(self, entry: Entry, why: str) -> None:
         """The file stays, but this process does not choose it again."""
         log.warning("kv cache set aside file=%s.kv: %s", entry.name, why)
         with self._lock:
             self._aside.add(entry.name)
-            self._hide(entry)
+            self._index.hide(entry.name)
 
     # ---- storing
 
@@ -203,9 +193,9 @@ class KvStore:
         with self._lock:
             if name in self._pending:
                 return True
-            existing = self._entries.get(name)
+            existing = self._index.get(name)
             waiting = len(self._pending)
-        if existing is not None and self._same(existing, len(key)):
+        if existing is not None and self._same(existing, key, tokens):
             self._submit(self._refresh, existing, session.tokens if self._tools is not None else None)
             return True
         if waiting >= MAX_PENDING:
@@ -242,16 +232,17 @@ class KvStore:
         self._submit(self._write, name, header, key, snapshot, trimmed)
         return True
 
-    def _same(self, entry: Entry, text_bytes: int) -> bool:
-        """Is the file what would be written under its name?"""
+    def _same(self, entry: Entry, key: bytes, tokens: int) -> bool:
+        """Is the file what would be written under its name, as far as can be seen without reading it?"""
         layout = entry.layout
         return (
             layout is not None
             and entry.name not in self._aside
             and layout.sealed
             and layout.header.model_id == self._model_id
-            and layout.text_bytes == text_bytes
-            and layout.header.tokens < self._engine.config.ctx
+            and layout.text_bytes == len(key)
+            and key.endswith(entry.tail)
+            and layout.header.tokens == tokens
         )
 
     def _write(self, name: str, header: Header, text: bytes, snapshot: SessionLike, trimmed: int) -> None:
@@ -282,7 +273,7 @@ class KvStore:
                 self._pending.discard(name)
         with self._lock:
             self._aside.discard(name)
-            self._add(Entry(name, layout.size, layout))
+            self._add(Entry(name, layout.size, layout, text[-kvfile.TAIL_BYTES :]))
             self._know_calls(name, tool_map)
         log.info(
             "kv cache stored tokens=%d trimmed=%d reason=%s key=%s size=%.2f MiB save=%.1f ms file=%s",
@@ -298,7 +289,10 @@ class KvStore:
     def _make_room(self, extra: int, incoming: Incoming | None, replaced: str = "") -> None:
         """Removes what has to go for `extra` more bytes. Writer thread, or before it runs."""
         with self._lock:
-            candidates = [entry.candidate() for entry in self._entries.values() if entry.name != replaced]
+            if self._index.bytes_used + extra <= self.config.budget_bytes:
+                return
+            entries = [entry for entry in self._index if entry.name != replaced]
+        candidates = [entry.candidate() for entry in entries]
         for victim in victims(candidates, self.config.budget_bytes, extra, self._clock(), incoming):
             if not self._remove(victim.name):
                 return
@@ -322,9 +316,7 @@ class KvStore:
 
     def _forget(self, name: str) -> None:
         with self._lock:
-            entry = self._entries.get(name)
-            if entry is not None:
-                self._drop(entry)
+            self._index.drop(name)
 
     def _path(self, name: str) -> Path:
         return self._directory / f"{name}.kv"
@@ -342,7 +334,7 @@ class KvStore:
             self._forget(entry.name)
             return
         with self._lock:
-            self._add(Entry(entry.name, layout.size, layout))
+            self._add(replace(entry, size=layout.size, layout=layout))
             self._know_calls(entry.name, tool_map)
 
     def _touch(self, file: BinaryIO, layout: Layout, *, hit: bool) -> Layout:
@@ -354,8 +346,9 @@ class KvStore:
         with self._path(name).open("r+b", buffering=0) as file:
             layout = self._touch(file, kvfile.read_layout(file), hit=True)
         with self._lock:
-            if name in self._entries:
-                self._add(Entry(name, layout.size, layout))
+            entry = self._index.get(name)
+            if entry is not None:
+                self._add(replace(entry, size=layout.size, layout=layout))
 
     # ---- loading
 
@@ -450,7 +443,7 @@ class KvStore:
             return 0
         with self._lock:
             known = self._calls
-            names = [name for name, e in self._entries.items() if e.layout and e.layout.header.flags & kvfile.TOOL_MAP]
+            names = [e.name for e in self._index if e.layout and e.layout.header.flags & kvfile.TOOL_MAP]
         if known is None:
             known = {}
             for name in names:
@@ -504,9 +497,11 @@ class KvStore:
         return self._writer.submit(work)
 
     def flush(self) -> None:
-        """Waits until everything that was offered is written or refused. Harmless after `close`."""
-        with suppress(RuntimeError):
-            self._writer.submit(lambda: None).result()
+        """Waits until everything that was offered is written or refused, and what is being read is. Harmless after
+        `close`."""
+        for thread in (self._reader, self._writer):
+            with suppress(RuntimeError):
+                thread.submit(lambda: None).result()
 
     def close(self) -> None:
         """Writes what is pending, ends the threads and gives the directory back. Closing twice is fine."""

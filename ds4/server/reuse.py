@@ -10,6 +10,8 @@ state must beat the others by its `margin`, or it is not worth the copy.
     tier            keeps                                    the slot's session
     (visible)       all live tokens: what the client saw     grows
                     of them is a prefix of its prompt
+    (tool-output)   all live tokens: the prompt has the      grows
+                    results of exactly their last calls
     memory-token    all live tokens, a prefix of the prompt  grows
     memory-rewind   the common prefix                        is cut, where its family can
     memory-text     all live tokens, or those of the last    grows, or is cut to the last prompt
@@ -18,8 +20,10 @@ state must beat the others by its `margin`, or it is not worth the copy.
     disk-text       a checkpoint: its text is a prefix       is loaded (`ds4.server.kvstore`)
     none            nothing                                  is cleared
 
-The visible tiers are `responses-visible`, `anthropic-tool-output` and `thinking-visible`: the client replays its
-conversation without the reasoning, which stays in the state.
+The visible tiers are `responses-visible` and `thinking-visible`: the client replays its conversation without the
+reasoning, which stays in the state. The tiers `responses-tool-output` and `anthropic-tool-output` are bound by the ids
+of the calls: what was sampled stays, however the client spells it now. The conversation before the calls must be what
+it was; a request of nothing but results has none, and only this tier can serve it (else 409).
 
 Where text decided, the kept tokens need not be those that the whole prompt is encoded to: the model drew them itself,
 or hidden reasoning stands between them. `settle` then makes the prompt anew: the kept tokens, then the rest of the
@@ -42,9 +46,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ds4.engine.tokenizer import Tokenizer
+    from ds4.engine.types import SessionLike
     from ds4.server.kvdir import Entry
     from ds4.server.kvstore import KvStore
     from ds4.server.slots import Slot
+    from ds4.server.types import Continuation
 
 NEAR = 32
 """Tokens that are evaluated again rather than kept in another division of the same text than the prompt's own."""
@@ -58,7 +64,8 @@ class Reuse:
 
     Once settled, `tokens` is always less than the prompt: its last token is evaluated for the logits. `in_place` says
     that the slot's own state is what is kept. `text_bytes` of the prompt's key are what the kept tokens and `tail`
-    stand for, None: exactly the prompt's own tokens. `tail` is evaluated again. `entry` is the checkpoint to load.
+    stand for, None: exactly the prompt's own tokens. `tail` is evaluated again. `rest` is the key of what follows,
+    None: the prompt's own behind `text_bytes`. `entry` is the checkpoint to load.
     """
 
     kind: str
@@ -67,6 +74,7 @@ class Reuse:
     source: Slot | None = None
     text_bytes: int | None = None
     tail: tuple[int, ...] = ()
+    rest: bytes | None = None
     entry: Entry | None = None
 
 
@@ -75,56 +83,121 @@ NOTHING = Reuse("none", 0, in_place=False)
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What the tiers look at: the prompt, [n] int32, and its cache key."""
+    """What the tiers look at: the prompt, [n] int32, its cache key, and the turn whose calls it answers."""
 
     prompt: npt.NDArray[np.int32]
     key: bytes = b""
+    continues: Continuation | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LiveText:
-    """The key of what the first `tokens` tokens of a session stand for."""
+    """The key of what the first `tokens` tokens of a session stand for: `key`, then `drawn`. `last` of them is known.
+
+    In two pieces, because `key` is a prompt's, which may be long and is shared by all that came of it.
+    """
 
     key: bytes
     tokens: int
+    drawn: bytes = b""
+    last: int = -1
+
+    @property
+    def size(self) -> int:
+        return len(self.key) + len(self.drawn)
+
+    @property
+    def whole(self) -> bytes:
+        return self.key + self.drawn
 
 
 @dataclass(frozen=True, slots=True)
-class Visible(LiveText):
-    """As LiveText, of what the client saw: without the reasoning, and with the tool calls as they were drawn.
+class Visible:
+    """What the client saw of a session of `tokens` tokens: without the reasoning, the tool calls as they were drawn.
 
     `kind` is the tier that it makes possible.
     """
 
+    key: bytes
+    tokens: int
     kind: str
+
+    @property
+    def text(self) -> LiveText:
+        return LiveText(self.key, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A session of `tokens` tokens ends with the calls of the response `turn`, but for the tokens `missing`."""
+
+    turn: str
+    tokens: int
+    missing: tuple[int, ...] = ()
 
 
 class Lookup:
     """One decision: the query, the slots that may be forked from, and what was found out about it, each once.
 
-    Good until a session changes. Without a `store` nothing is looked for on disk.
+    Good until a session changes. Without a `store` nothing is looked for on disk. `compared_bytes` counts the bytes of
+    texts that were compared with the prompt's.
     """
 
     def __init__(self, query: Query, slots: Iterable[Slot] = (), store: KvStore | None = None) -> None:
         self.query = query
         self.slots = tuple(slots)
+        self.compared_bytes = 0
         self._store = store
         self._common: dict[int, int] = {}
+        self._at_most: dict[int, int] = {}
+        self._begins: dict[int, bool] = {}
+        self._by_text: dict[int, Reuse | None] = {}
         self._entry: Entry | None = None
+        self._asked_beyond: int | None = None
 
-    def common(self, slot: Slot) -> int:
-        """Tokens that the prompt, without its last token, shares with the slot's session."""
-        found = self._common.get(slot.index)
+    def common(self, slot: Slot, beyond: int = 0) -> int:
+        """Tokens that the prompt, without its last token, shares with the slot's session; 0: not more than `beyond`."""
+        index, most = slot.index, len(self.query.prompt) - 1
+        found = self._common.get(index)
         if found is None:
-            found = min(slot.session.common_prefix(self.query.prompt), len(self.query.prompt) - 1)
-            self._common[slot.index] = found
-        return found
+            if beyond >= min(most, slot.session.n_tokens, self._at_most.get(index, most)):
+                return 0
+            found = min(slot.session.common_prefix(self.query.prompt, beyond), most)
+            if found <= beyond:
+                self._at_most[index] = beyond
+                return 0
+            self._common[index] = found
+        return found if found > beyond else 0
 
-    def checkpoint(self) -> Entry | None:
-        """The best checkpoint on disk."""
-        if self._store is not None:
-            self._entry, self._store = self._store.find(self.query.key), None
-        return self._entry
+    def looks_like(self, slot: Slot) -> bool:
+        """Does the prompt have the slot's last answer where it would be? That slot is worth looking at first."""
+        text = slot.text
+        return text is not None and bool(text.drawn) and self.query.key.startswith(text.drawn, len(text.key))
+
+    def begins(self, text: LiveText) -> bool:
+        """Does the prompt's text begin with this one? The end is looked at first: it tells most texts apart."""
+        key, base = self.query.key, text.key
+        if not key.startswith(text.drawn, len(base)) or not key.startswith(base[-64:], max(0, len(base) - 64)):
+            return False
+        known = self._begins.get(id(base))
+        if known is None:
+            known = self._begins[id(base)] = key.startswith(base)
+            self.compared_bytes += len(base)
+        return known
+
+    def by_text(self, slot: Slot) -> Reuse | None:
+        """What of the slot's state has a text that the prompt's begins with."""
+        if slot.index not in self._by_text:
+            self._by_text[slot.index] = _by_text(slot, self)
+        return self._by_text[slot.index]
+
+    def checkpoint(self, beyond: int) -> Entry | None:
+        """The best checkpoint on disk with more than `beyond` tokens."""
+        if self._store is not None and (self._asked_beyond is None or beyond < self._asked_beyond):
+            if self._entry is None:
+                self._entry = self._store.find(self.query.key, beyond)
+            self._asked_beyond = beyond
+        return self._entry if self._entry is not None and self._entry.tokens > beyond else None
 
 
 class Tier(Protocol):
@@ -133,7 +206,9 @@ class Tier(Protocol):
     margin: int
     """Tokens by which it has to beat the tiers before it."""
 
-    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None: ...
+    def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
+        """What it can keep; nobody wants it unless it is more than `beyond` tokens."""
+
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         """Brings the session to `reuse.tokens` tokens. Raises whatever the session raises when it cannot after all."""
 
@@ -146,11 +221,32 @@ class VisibleText:
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
-    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
+    def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
         seen = slot.visible
-        if seen is None or seen.kind != self._kind or not _begins(slot, seen, lookup.query.key):
+        if seen is None or seen.kind != self._kind or not _begins(slot, seen.text, lookup):
             return None
         return Reuse(self._kind, seen.tokens, text_bytes=len(seen.key))
+
+    def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
+        """The session is there already."""
+
+
+class ToolOutput:
+    """The prompt answers exactly the calls that the live state ends with: their ids bind it to this state."""
+
+    margin = 0
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
+        wanted = lookup.query.continues
+        if wanted is None or wanted.kind != self._kind or not slot.bound_to(wanted.turn):
+            return None
+        if not wanted.required and (slot.asked is None or not lookup.begins(slot.asked)):
+            return None  # the client has changed what was before the calls
+        assert slot.bound is not None
+        return Reuse(self._kind, slot.bound.tokens, tail=slot.bound.missing, rest=wanted.tail)
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         """The session is there already."""
@@ -161,9 +257,9 @@ class MemoryToken:
 
     margin = 0
 
-    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
+    def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
         live = slot.session.n_tokens
-        return Reuse("memory-token", live) if 0 < live == lookup.common(slot) else None
+        return Reuse("memory-token", live) if 0 < live == lookup.common(slot, beyond) else None
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         """The session is there already."""
@@ -177,8 +273,8 @@ class MemoryRewind:
 
     margin = 0
 
-    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
-        kept = lookup.common(slot)
+    def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
+        kept = lookup.common(slot, beyond)
         if 0 < kept < slot.session.n_tokens and slot.session.can_rewind(kept):
             return Reuse("memory-rewind", kept)
         return None
@@ -192,34 +288,36 @@ class MemoryText:
 
     margin = NEAR
 
-    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
-        return _by_text("memory-text", slot, lookup.query.key)
+    def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
+        return lookup.by_text(slot)
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         slot.session.rewind(reuse.tokens)
 
 
-def _by_text(kind: str, slot: Slot, key: bytes) -> Reuse | None:
-    """What of the slot's state has a text that `key` begins with.
+def _by_text(slot: Slot, lookup: Lookup) -> Reuse | None:
+    """What of the slot's state has a text that the prompt's begins with.
 
-    The last prompt may also be the whole of `key`, when it is asked again: then its last token is evaluated again.
+    The last prompt may also be asked again: then its last token is evaluated again.
     """
     text, asked, session = slot.text, slot.asked, slot.session
-    if text is not None and _begins(slot, text, key):
-        return Reuse(kind, text.tokens, text_bytes=len(text.key))
-    if asked is None or not 1 < asked.tokens <= session.n_tokens or not key.startswith(asked.key):
+    if text is not None and _begins(slot, text, lookup):
+        return Reuse("memory-text", text.tokens, text_bytes=text.size)
+    if asked is None or not 1 < asked.tokens <= session.n_tokens or not lookup.begins(asked):
         return None
-    again = len(key) == len(asked.key)
+    again = len(lookup.query.key) == len(asked.key)
     kept = asked.tokens - again
     if not session.can_rewind(kept):
         return None
-    tail = (int(session.tokens[kept]),) if again else ()
-    return Reuse(kind, kept, text_bytes=len(asked.key), tail=tail)
+    tail = (asked.last,) if again else ()
+    return Reuse("memory-text", kept, text_bytes=len(asked.key), tail=tail)
 
 
-def _begins(slot: Slot, text: LiveText, key: bytes) -> bool:
-    """Is the text of the live state a proper prefix of the key?"""
-    return 0 < slot.session.n_tokens == text.tokens and 0 < len(text.key) < len(key) and key.startswith(text.key)
+def _begins(slot: Slot, text: LiveText, lookup: Lookup) -> bool:
+    """Is the text of the live state a proper prefix of the prompt's?"""
+    if not 0 < slot.session.n_tokens == text.tokens or not 0 < text.size < len(lookup.query.key):
+        return False
+    return lookup.begins(text)
 
 
 class Fork:
@@ -227,17 +325,17 @@ class Fork:
 
     margin = 32
 
-    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
+    def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
         best: Reuse | None = None
         for other in lookup.slots:
-            if other is slot or other.loading:
+            if other is slot or other.loading or other.session.n_tokens <= beyond:
                 continue
-            kept = lookup.common(other)
-            if kept > (best.tokens if best else 0) and other.session.can_rewind(kept):
+            kept = lookup.common(other, max(beyond, best.tokens if best else 0))
+            if kept and other.session.can_rewind(kept):
                 best = Reuse("fork", kept, in_place=False, source=other)
-            by_text = _by_text("fork", other, lookup.query.key)
+            by_text = lookup.by_text(other)
             if by_text is not None and by_text.tokens > (best.tokens if best else 0) + NEAR:
-                best = replace(by_text, in_place=False, source=other)
+                best = replace(by_text, kind="fork", in_place=False, source=other)
         return best
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
@@ -250,8 +348,8 @@ class Disk:
 
     margin = 64
 
-    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
-        entry = lookup.checkpoint()
+    def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
+        entry = lookup.checkpoint(beyond)
         if entry is None:
             return None
         return Reuse("disk-text", entry.tokens, in_place=False, text_bytes=entry.text_bytes, entry=entry)
@@ -268,7 +366,7 @@ class Cold:
 
     margin = 0
 
-    def probe(self, slot: Slot, lookup: Lookup) -> Reuse | None:
+    def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
         return NOTHING
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
@@ -278,10 +376,11 @@ class Cold:
 
 LADDER: dict[str, Tier] = {
     "responses-visible": VisibleText("responses-visible"),
-    "anthropic-tool-output": VisibleText("anthropic-tool-output"),
-    "thinking-visible": VisibleText("thinking-visible"),
-    "memory-token": MemoryToken(),
+    "responses-tool-output": ToolOutput("responses-tool-output"),
+    "anthropic-tool-output": ToolOutput("anthropic-tool-output"),
     "memory-rewind": MemoryRewind(),
+    "memory-token": MemoryToken(),
+    "thinking-visible": VisibleText("thinking-visible"),
     "memory-text": MemoryText(),
     "fork": Fork(),
     "disk-text": Disk(),
@@ -289,12 +388,15 @@ LADDER: dict[str, Tier] = {
 }
 
 
-def probe(slot: Slot, lookup: Lookup) -> Reuse:
-    """The best that `slot` can do for the prompt."""
+def probe(slot: Slot, lookup: Lookup, beyond: int = 0) -> Reuse:
+    """The best that `slot` can do for the prompt; NOTHING too when it keeps no more than `beyond` tokens."""
+    if lookup.query.continues is not None and lookup.query.continues.required:
+        return LADDER[lookup.query.continues.kind].probe(slot, lookup, 0) or NOTHING
     best = NOTHING
     for tier in LADDER.values():
-        found = tier.probe(slot, lookup)
-        if found is not None and found.tokens > best.tokens + tier.margin:
+        least = max(best.tokens, beyond) + tier.margin
+        found = tier.probe(slot, lookup, least)
+        if found is not None and found.tokens > least:
             best = found
     return best
 
@@ -320,17 +422,25 @@ def settle(slot: Slot, query: Query, reuse: Reuse, tokenizer: Tokenizer) -> tupl
     last few are given up and nothing differs from an evaluation from the start. None when the session cannot go on
     with this prompt (too long with what it holds, nothing left to evaluate, or cut inside a character).
     """
-    if reuse.text_bytes is None:
+    if reuse.text_bytes is None and reuse.rest is None:
         return reuse, query
     session = slot.session
     live = session.n_tokens
+    if reuse.text_bytes is None or reuse.rest is not None:
+        more = tokens_of_key(tokenizer, reuse.rest or b"")
+        return _grown(session, query, reuse, more)
     common = min(session.common_prefix(query.prompt), len(query.prompt) - 1)
     if common > 0 and live - common <= NEAR and session.can_rewind(common):
         session.rewind(common)
         return replace(reuse, tokens=common, text_bytes=None), query
-    more = tokens_of_key(tokenizer, query.key[reuse.text_bytes :])
+    return _grown(session, query, reuse, tokens_of_key(tokenizer, query.key[reuse.text_bytes :]))
+
+
+def _grown(session: SessionLike, query: Query, reuse: Reuse, more: list[int] | None) -> tuple[Reuse, Query] | None:
+    """The prompt that is the session's tokens, what is evaluated again, and `more`."""
+    live = session.n_tokens
     rest = None if more is None else [*reuse.tail, *more]
     if not rest or live + len(rest) >= session.ctx:
         return None
     prompt = np.concatenate([session.tokens, np.asarray(rest, np.int32)])
-    return replace(reuse, tokens=live), replace(query, prompt=prompt)
+    return replace(reuse, tokens=live), replace(query, prompt=prompt, continues=None)

@@ -273,7 +273,7 @@ class Scheduler:
                     if work.end == generation.prompt_tokens and generation.completion_tokens:
                         ttft.append(now - (job.request.created or job.submitted))
                 if work.end == generation.prompt_tokens and job.query.key:
-                    generation.slot.asked = LiveText(job.query.key, work.end)
+                    generation.slot.asked = LiveText(job.query.key, work.end, last=int(job.prompt[-1]))
                 if self._checkpoints is not None:
                     self._checkpoints.reached(generation)
             except Exception as error:
@@ -433,6 +433,9 @@ class Scheduler:
             settled = settle(slot, query, reuse, self._engine.tokenizer)
             # What was a checkpoint is not looked for a second time: it cannot be gone on with.
             if settled is None or reuse is NOTHING:
+                if query.continues is not None and query.continues.required:
+                    self._end(generation, self._failure(query.continues.gone), [])
+                    return
                 slot.forget()  # or it would be chosen again
                 reuse = materialise(slot, query, probe(slot, Lookup(query, self.slots)))
                 settled = reuse, query
@@ -540,6 +543,7 @@ class Scheduler:
         try:
             slot.text = generation.live_text()
             slot.visible = generation.visible() if isinstance(terminal, Finish) else None
+            slot.bound = generation.bound(terminal) if isinstance(terminal, Finish) else None
         except Exception as error:
             log.error("%s: the live text is not known: %s", generation.job.request.id, error, exc_info=error)
             slot.forget()
@@ -563,6 +567,8 @@ class Scheduler:
 
     def _failure(self, error: Exception) -> Failed:
         """Our own errors explain themselves; the text of any other is for the log only."""
+        if isinstance(error, RequestError):
+            return Failed(str(error), error.status, {} if error.param is None else {"param": error.param})
         if isinstance(error, Ds4Error):
             return Failed(str(error))
         log.error("unexpected %s", type(error).__name__, exc_info=error)

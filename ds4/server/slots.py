@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds4.server.reuse import LiveText, Lookup, Query, Reuse, Visible, probe
+from ds4.server.reuse import Bound, LiveText, Lookup, Query, Reuse, Visible, probe
 
 if TYPE_CHECKING:
     from ds4.engine.types import EngineLike, SessionLike
@@ -40,8 +40,8 @@ class Slot:
     `prompt_tokens` is the length of the last prompt: what the session holds beyond it was generated. `last_used`
     is on the scheduler's clock. `tokens` is what the session held when its last generation ended: other threads
     read it instead of the session. `text` is the key of what the session held then, `visible` of
-    what the client saw of it, `asked` of the last prompt once it is evaluated. `last_store` is the last
-    frontier that was stored while the conversation grew.
+    what the client saw of it, `asked` of the last prompt once it is evaluated; `bound` says whose calls it ends with.
+    `last_store` is the last frontier that was stored while the conversation grew.
     """
 
     index: int
@@ -53,6 +53,7 @@ class Slot:
     text: LiveText | None = None
     visible: Visible | None = None
     asked: LiveText | None = None
+    bound: Bound | None = None
     last_store: int = 0
 
     @property
@@ -66,7 +67,11 @@ class Slot:
 
     def forget(self) -> None:
         """The session is about to hold something else: no text stands for it."""
-        self.text = self.visible = self.asked = None
+        self.text = self.visible = self.asked = self.bound = None
+
+    def bound_to(self, turn: str) -> bool:
+        """Is the session just what it was when the response `turn` ended with calls?"""
+        return self.bound is not None and self.bound.turn == turn and self.bound.tokens == self.session.n_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +106,25 @@ class Slots:
         return sum(slot.busy for slot in self._slots)
 
     def route(self, query: Query, now: float) -> Route | None:
-        """The best free slot for the prompt, or None while all are busy. Changes nothing."""
+        """The best free slot for the prompt, or None while all are busy. Changes nothing.
+
+        Raises RequestError (409) for a prompt that only a live state can serve, when that is gone.
+        """
+        wanted = query.continues
+        if wanted is not None and wanted.required:
+            bound = next((slot for slot in self._slots if slot.bound_to(wanted.turn)), None)
+            if bound is None:
+                raise wanted.gone
+            return None if bound.busy else Route(bound, probe(bound, Lookup(query)))
         lookup = Lookup(query, self._slots, self._store)
         best: tuple[int, Route] | None = None
-        for slot in self._slots:
-            if slot.busy:
+        free = [slot for slot in self._slots if not slot.busy]
+        for slot in sorted(free, key=lookup.looks_like, reverse=True):
+            # No score is higher than what is kept: who cannot keep more than the best so far is not looked at closely.
+            ahead = max(0, best[0]) if best else 0
+            reuse = probe(slot, lookup, ahead)
+            if ahead and reuse.tokens <= ahead:
                 continue
-            reuse = probe(slot, lookup)
             points = score(slot, reuse, now)
             if best is None or points > best[0]:
                 best = points, Route(slot, reuse)

@@ -15,11 +15,36 @@ import numpy.typing as npt
 
 from ds4.engine.constraint import Constraint
 from ds4.engine.types import SamplingParams, TokenLogprobs
+from ds4.errors import RequestError
 from ds4.prompt.types import Message
 
 Dialect = Literal["chat", "completions", "responses", "messages"]
 
 FinishReason = Literal["stop", "length", "tool_calls", "error", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A request that answers the calls of the response `turn`, by tier `kind` of the reuse ladder.
+
+    `tail` is the key of what follows the calls: the end of their turn, the results, the beginning of the next turn.
+    `required`: the request holds nothing but results, so that only the live state of that turn can serve it.
+    """
+
+    kind: str
+    turn: str
+    tail: bytes
+    required: bool = False
+
+    @property
+    def gone(self) -> RequestError:
+        """The answer when that state is not live any more."""
+        what, where = ("Anthropic", "messages") if self.kind == "anthropic-tool-output" else ("Responses", "input")
+        return RequestError(
+            f"{what} continuation state is not available; retry by replaying the full {where} history",
+            status=409,
+            param=where,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +81,7 @@ class GenerationRequest:
     visible: Callable[[Message], bytes | None] | None = None
     """The key of the conversation up to the end of this answer, as a client renders it that does not send its
     reasoning back; None: it is not known."""
+    continues: Continuation | None = None
 
 
 # ---- events, in the order in which one generation may produce them ---------------------------------------------

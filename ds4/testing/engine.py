@@ -141,10 +141,13 @@ class ScriptedSession:
     def tokens(self) -> npt.NDArray[np.int32]:
         return self._tokens[: self._n].copy()
 
-    def common_prefix(self, tokens: Sequence[int] | npt.NDArray[np.int32]) -> int:
+    def common_prefix(self, tokens: Sequence[int] | npt.NDArray[np.int32], beyond: int = 0) -> int:
         other = np.asarray(tokens, np.int32)[: self._n]
+        if beyond >= len(other) or (beyond and self._tokens[beyond] != other[beyond]):
+            return 0
         differs = np.flatnonzero(self._tokens[: len(other)] != other)
-        return int(differs[0]) if len(differs) else len(other)
+        same = int(differs[0]) if len(differs) else len(other)
+        return same if same > beyond else 0
 
     def can_rewind(self, n_tokens: int) -> bool:
         return 0 <= n_tokens <= self._n and (self._rewinds or n_tokens in (0, self._n))

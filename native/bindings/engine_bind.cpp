@@ -420,12 +420,20 @@ void bind_engine(py::module_& m) {
       .def("logits", &session_logits)
       .def(
           "common_prefix",
-          [](const Session& s, const py::handle& tokens) {
+          [](const Session& s, const py::handle& tokens, int64_t beyond) {
+            // Routing asks every session about one long prompt: its array is read where it lies.
+            if (py::isinstance<py::array_t<int32_t, py::array::c_style>>(tokens)) {
+              const auto held = py::reinterpret_borrow<py::array_t<int32_t, py::array::c_style>>(tokens);
+              if (held.ndim() != 1) throw Invalid("token ids have " + std::to_string(held.ndim()) + " dimensions");
+              const std::span ids(held.data(), static_cast<size_t>(held.size()));
+              const py::gil_scoped_release release;
+              return s.common_prefix(ids, beyond);
+            }
             const std::vector<int32_t> ids = token_ids(tokens);
             const py::gil_scoped_release release;
-            return s.common_prefix(ids);
+            return s.common_prefix(ids, beyond);
           },
-          py::arg("tokens"))
+          py::arg("tokens"), py::arg("beyond") = 0)
       .def_property_readonly("longest", &Session::longest)
       .def("can_rewind", &Session::can_rewind, py::arg("n_tokens"), NoGil())
       .def("rewind", &Session::rewind, py::arg("n_tokens"), NoGil())

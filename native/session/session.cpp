@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cstring>
 
 #include "quant/quant.h"
 
@@ -44,11 +45,18 @@ size_t Session::resident_bytes() const {
   return state_->resident_bytes() + tokens_.capacity() * sizeof(int32_t) + logits_.capacity() * sizeof(float);
 }
 
-int64_t Session::common_prefix(std::span<const int32_t> ids) const {
+int64_t Session::common_prefix(std::span<const int32_t> ids, int64_t beyond) const {
   const std::scoped_lock lock(model_->backend->busy);
   const size_t n = std::min(ids.size(), tokens_.size());
-  return std::mismatch(tokens_.begin(), tokens_.begin() + static_cast<ptrdiff_t>(n), ids.begin()).first -
-         tokens_.begin();
+  if (beyond < 0) throw Invalid("a prefix beyond " + std::to_string(beyond) + " tokens");
+  if (beyond >= static_cast<int64_t>(n)) return 0;
+  if (const auto at = static_cast<size_t>(beyond); tokens_[at] != ids[at]) return 0;
+  // Whole blocks first: memcmp reads many tokens at once, a loop that may end at each of them does not.
+  constexpr size_t block = 1024;
+  size_t same = 0;
+  while (n - same >= block && std::memcmp(&tokens_[same], &ids[same], block * sizeof(int32_t)) == 0) same += block;
+  while (same < n && tokens_[same] == ids[same]) ++same;
+  return static_cast<int64_t>(same) > beyond ? static_cast<int64_t>(same) : 0;
 }
 
 bool Session::can_rewind_locked(int64_t n) const {

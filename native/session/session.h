@@ -68,8 +68,8 @@ class Session {
   int64_t longest() const;
   size_t resident_bytes() const;
 
-  // Length of the equal prefix.
-  int64_t common_prefix(std::span<const int32_t> ids) const;
+  // Length of the equal prefix; 0 when it is not more than `beyond`, which one comparison mostly shows.
+  int64_t common_prefix(std::span<const int32_t> ids, int64_t beyond = 0) const;
   bool can_rewind(int64_t n) const;
   // Cuts to the first n tokens, 0 <= n <= n_tokens (else Invalid). Throws SessionInvalid, and clears, where the family
   // cannot. Logits survive only when nothing is cut.

@@ -177,12 +177,12 @@ def test_continued_frontiers(machines: Any) -> None:
     machine = machines(continued_interval=256, cold_max=0)
     machine.ask([Message("user", "x" * 700)], max_tokens=1)
     machine.store.flush()
-    sizes = sorted(e.tokens for e in machine.store._entries.values())
+    sizes = sorted(e.tokens for e in machine.store._index)
     assert sizes == [256, 512]
     long = machines(continued_interval=256, cold_max=0, script=["y"] * 1000)
     long.ask([Message("user", "x" * 100)], max_tokens=400)
     long.store.flush()
-    assert sorted(e.tokens for e in long.store._entries.values()) == [256, 512], "while it is generated too"
+    assert sorted(e.tokens for e in long.store._index) == [256, 512], "while it is generated too"
 
 
 def test_not_inside_a_tool_call(machines: Any) -> None:
@@ -190,7 +190,7 @@ def test_not_inside_a_tool_call(machines: Any) -> None:
     machine = machines(continued_interval=256, cold_max=0, script=list("q" * 200 + call))
     machine.ask([Message("user", "x" * 100)], tools=True, tool_schemas=(("f", "{}"),))
     machine.store.flush()
-    assert sorted(e.tokens for e in machine.store._entries.values()) == [256]
+    assert sorted(e.tokens for e in machine.store._index) == [256]
 
 
 def test_two_reasons_one_file(machines: Any) -> None:

@@ -414,6 +414,8 @@ def test_one_writer_per_directory(opened: Opener) -> None:
     assert not put(reader, text(200))
     put(store, text(300))
     os.utime(opened.directory)
+    reader.find(b"any prompt makes it look")
+    reader.flush()
     assert get(reader, text(300) + b"x") == text(300), "a reader follows the owner"
     store.close()
     opened().close()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ds4.errors import SessionInvalidError
-from ds4.server.reuse import NOTHING, LiveText, Lookup, Query, Visible, materialise, probe, settle
+from ds4.server.reuse import NOTHING, Bound, LiveText, Lookup, Query, Visible, materialise, probe, settle
 from ds4.server.slots import Slots
+from ds4.server.types import Continuation
 from ds4.testing import ScriptedEngine
 from ds4.testing.tokenizer import ScriptedTokenizer
 
@@ -159,12 +160,19 @@ def test_routing_and_execution_agree_where_text_decides(seed: int) -> None:
             slot.prompt_tokens = len(first)
             if rng.random() < 0.8:
                 slot.text = LiveText(asked + drawn, len(tokens))
-                slot.asked = LiveText(asked, len(first))
+                slot.asked = LiveText(asked, len(first), last=first[-1] if first else -1)
+            if rng.random() < 0.3 and len(tokens) > len(first):
+                slot.bound = Bound(f"turn {slot.index % 2}", len(tokens), tuple(drawn[:1]) * rng.randrange(2))
             if rng.random() < 0.2:
                 slot.visible = Visible(trunk[: rng.randrange(300)], len(tokens), "thinking-visible")
         key = rng.choice([slot.asked.key for slot in slots if slot.asked] or [trunk])
         key = rng.choice([key, branch() + b"b", trunk + b"ab" * 20]) or b"a"
-        prompt = Query(np.frombuffer(key, np.uint8).astype(np.int32), key)
+        answers = None
+        if rng.random() < 0.3:
+            required = rng.random() < 0.3 and any(slot.bound for slot in slots)
+            turn = rng.choice([slot.bound.turn for slot in slots if slot.bound] or ["turn 2"])
+            answers = Continuation("responses-tool-output", turn, b"ab", required=required)
+        prompt = Query(np.frombuffer(key, np.uint8).astype(np.int32), key, answers)
         before = [slot.session.tokens.tolist() for slot in slots]
         route = slots.route(prompt, now=0.0)
         assert route is not None
@@ -180,7 +188,13 @@ def test_routing_and_execution_agree_where_text_decides(seed: int) -> None:
         assert slot.session.tokens.tolist() == before[source.index][: kept.tokens], (
             "the state is a part of the source's"
         )
-        if not (reuse.kind == "thinking-visible" and kept.text_bytes is not None):
+        if reuse.kind == "responses-tool-output":
+            assert answers is not None and slot.bound is not None and slot.bound.turn == answers.turn
+            held = tokenizer.decode(before[slot.index]) + bytes(slot.bound.missing)
+            assert tokenizer.decode(goes_on.prompt.tolist()) == held + b"ab", "the state, what it lacks, the results"
+            assert answers.required or (slot.asked is not None and key.startswith(slot.asked.key))
+        elif not (reuse.kind == "thinking-visible" and kept.text_bytes is not None):
+            assert answers is None or not answers.required
             assert tokenizer.decode(goes_on.prompt.tolist()) == key, "the prompt says what the request says"
         for other in slots:
             if other is not slot:
@@ -198,7 +212,7 @@ def test_a_prompt_that_is_asked_again() -> None:
     key = b"x" * 4 + b"wxyz" * 50
     pieces = [*b"xxxx", *([tokenizer.piece_id(b"wxyz")] * 50)]
     slot.session.sync([*pieces, 7, 8, 9])
-    slot.text, slot.asked = LiveText(key + b"\7\10\11", len(pieces) + 3), LiveText(key, len(pieces))
+    slot.text, slot.asked = LiveText(key + b"\7\10\11", len(pieces) + 3), LiveText(key, len(pieces), last=pieces[-1])
     again = Query(np.frombuffer(key, np.uint8).astype(np.int32), key)
     reuse = probe(slot, Lookup(again))
     assert (reuse.kind, reuse.tokens, reuse.tail) == ("memory-text", len(pieces) - 1, (pieces[-1],))

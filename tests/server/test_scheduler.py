@@ -573,12 +573,12 @@ def test_a_prompt_that_breaks_the_lookup_fails_alone(monkeypatch: pytest.MonkeyP
     looked_up = 0
     common = ScriptedSession.common_prefix
 
-    def breaks(session: ScriptedSession, prompt: npt.NDArray[np.int32]) -> int:
+    def breaks(session: ScriptedSession, prompt: npt.NDArray[np.int32], beyond: int = 0) -> int:
         nonlocal looked_up
         looked_up += prompt[0] == 66 and session.index == 1
         if prompt[0] == 66 and looked_up >= breaks_at:
             raise IndexError("no such row")
-        return common(session, prompt)
+        return common(session, prompt, beyond)
 
     monkeypatch.setattr(ScriptedSession, "common_prefix", breaks)
     bad, later = driver.submit(tokens(4, 66)), driver.submit(tokens(4, 1))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ds4.server.reuse import Query, Reuse
+from ds4.server.kvpolicy import KvConfig
+from ds4.server.kvstore import KvStore
+from ds4.server.reuse import LiveText, Lookup, Query, Reuse, probe
 from ds4.server.slots import STALE_SECONDS, Route, Slots, describe, score
 from ds4.testing import ScriptedEngine
+from ds4.testing.engine import ScriptedSession
 
 NOW = 100_000.0
 SYSTEM = list(range(1000, 1400))
@@ -147,3 +153,73 @@ def test_the_decision_is_one_line() -> None:
     assert describe(found, 201, NOW) == (
         "slot 1: fork of slot 0, 200 of 201 prompt tokens reused, 70 of 70 live tokens dropped (idle 7200 s, stale)"
     )
+
+
+# ---- counted work: what routing compares, by bytes and by calls
+
+
+class Counting(ScriptedEngine):
+    """Counts the tokens that its sessions compare with a prompt's."""
+
+    compared = 0
+
+    def new_session(self, ctx: int | None = None) -> ScriptedSession:
+        engine = self
+
+        class Session(ScriptedSession):
+            def common_prefix(self, tokens: Any, beyond: int = 0) -> int:
+                found = super().common_prefix(tokens, beyond)
+                engine.compared += max(found, 1)
+                return found
+
+        session = Session(len(self.sessions), ctx or self.config.ctx, rewinds=True, chunk=2048)
+        self.sessions.append(session)
+        return session
+
+
+@pytest.mark.parametrize("what", ["goes on", "is asked again"])
+def test_sixteen_times_one_history_is_compared_once(what: str) -> None:
+    """Sixteen choices of one long prompt: only the one that goes on is compared as a whole, its text not even once
+    for each slot. Work does not grow with the number of sessions that hold the same."""
+    history = bytes(random.Random(1).choices(range(97, 123), k=20_000))
+    engine = Counting(ctx=1 << 16)
+    slots = Slots(engine, 16)
+    for slot in slots:
+        drawn = b"answer %04d" % slot.index * (5 + slot.index)
+        slot.session.sync([*history, *drawn])
+        slot.prompt_tokens = len(history)
+        slot.asked = LiveText(history, len(history), last=history[-1])
+        slot.text = LiveText(history, len(history) + len(drawn), drawn)
+    key = history if what == "is asked again" else history + b"answer 0007" * 12 + b" and now?"
+    query = Query(np.frombuffer(key, np.uint8).astype(np.int32), key)
+    engine.compared = 0
+    found = slots.route(query, NOW)
+    assert found is not None
+    assert (found.slot.index, found.reuse.tokens) == ((0, 19_999) if what == "is asked again" else (7, 20_132))
+    assert engine.compared <= len(key) + 2 * 16
+    lookup = Lookup(query, slots)
+    for slot in slots:
+        probe(slot, lookup)
+    assert lookup.compared_bytes <= len(history)
+
+
+def test_routing_does_not_hash_for_a_checkpoint_that_promises_no_more(tmp_path: Path) -> None:
+    engine = ScriptedEngine(ctx=1 << 16)
+    store = KvStore(KvConfig(tmp_path / "kv", min_tokens=16), engine)
+    history = bytes(random.Random(2).choices(range(97, 123), k=5000))
+    for size in (1000, 4000):
+        session = engine.new_session()
+        session.sync(list(history[:size]))
+        assert store.offer(session, history[:size], "cold")
+    store.flush()
+    slots = Slots(engine, 2, store)
+    slots[0].session.sync(list(history[:4500]))
+    query = Query(np.frombuffer(history, np.uint8).astype(np.int32), history)
+    found = slots.route(query, NOW)
+    assert found is not None and found.reuse.kind == "memory-token"
+    assert store.hashed_bytes == 0
+    slots[0].session.clear()
+    found = slots.route(query, NOW)
+    assert found is not None and (found.reuse.kind, found.reuse.tokens) == ("disk-text", 4000)
+    assert store.hashed_bytes == 4000, "once for all slots"
+    store.close()

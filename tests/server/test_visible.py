@@ -165,7 +165,7 @@ def tool_turn(talk: Talk) -> tuple[Message, ...]:
 
 @pytest.mark.parametrize(
     ("dialect", "kind"),
-    [("responses", "responses-visible"), ("messages", "anthropic-tool-output"), ("chat", "memory-rewind")],
+    [("responses", "responses-visible"), ("messages", "memory-rewind"), ("chat", "memory-rewind")],
 )
 def test_results_of_calls(dialect: Dialect, kind: str) -> None:
     talk = Talk(f"{THOUGHT}</think>Let me see.{CALL}", "y</think>It is blue.", dialect=dialect, tools=True)
@@ -173,8 +173,8 @@ def test_results_of_calls(dialect: Dialect, kind: str) -> None:
     held = talk.engine.sessions[0].n_tokens
     job = talk.ask(*history)
     assert talk.reuse(job)[0] == kind
-    if dialect == "chat":
-        assert THOUGHT not in talk.live(), "a Chat client decides what of the reasoning stays"
+    if dialect != "responses":
+        assert THOUGHT not in talk.live(), "without ids the client decides what of the reasoning stays"
         return
     live = talk.live()
     assert f"<think>{THOUGHT}</think>Let me see.{CALL}<｜end▁of▁sentence｜><｜User｜>" in live

@@ -110,6 +110,13 @@ async def send(
         for request in requests:
             choices.append(service.bridge.submit(request))
         responder.on_disconnect(cancel)
+        if stream and any(request.continues is not None and request.continues.required for request in requests):
+            # Whether its state is still live shows when it gets a slot; until then a refusal is a status.
+            first = await choices[0].first()
+            if isinstance(first, Failed):
+                failure = failed_error(first)
+                responder.send(failure.status, answer.error(failure), reason=failure.message)
+                return
         if stream:
             await _stream(choices, answer, EventStream.start(responder, service.keepalive, keep_alive=answer.keepalive))
         else:

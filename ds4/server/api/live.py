@@ -5,6 +5,10 @@
 
 A turn is kept as the conversation up to and including the answer. Bounded in number and in text; the turns used least
 recently go first. A client whose turn is gone is told so and replays the history.
+
+Results that come alone go on with the live state that made the calls, and with nothing else: the client relies on what
+the server holds. Ids that no turn here has made are 400; a turn whose state is not live any more is 409. A response
+that is named by its id is a conversation that the server keeps: it is evaluated anew when its state is gone.
 """
 
 from __future__ import annotations
@@ -12,9 +16,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ds4.prompt.types import Message, Tool
+from ds4.prompt.types import Conversation, Message, Tool
 from ds4.server.api.responses_tools import ToolForm
+from ds4.server.types import Continuation
+
+if TYPE_CHECKING:
+    from ds4.server.api.prepare import Preparer
 
 MAX_TURNS = 1024
 MAX_CHARACTERS = 64 * 2**20
@@ -76,10 +85,30 @@ class LiveTurns:
 
     def of_calls(self, call_ids: Collection[str]) -> LiveTurn | None:
         """The turn whose calls are exactly these."""
+        owner = self._owner(call_ids)
+        return None if owner is None else self._turns[owner]
+
+    def continuation(
+        self, kind: str, preparer: Preparer, conversation: Conversation, *, required: bool
+    ) -> Continuation | None:
+        """How the conversation goes on with a turn of ours, when it ends with the results of exactly its calls.
+
+        `kind` is the tier of the dialect; `required`: the client sent the results alone.
+        """
+        messages = conversation.messages
+        last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
+        after = messages[last + 1 :]
+        results = [message.call_id or "" for message in after if message.role == "tool"]
+        owner = self._owner(results) if last >= 0 and results else None
+        return None if owner is None else Continuation(kind, owner, preparer.tail(after, conversation), required)
+
+    def _owner(self, call_ids: Collection[str]) -> str | None:
+        """The id of the turn whose calls are exactly these; they are used now."""
         owners = {self._by_call.get(call_id) for call_id in call_ids}
         owner = owners.pop() if len(owners) == 1 else None
         turn = None if owner is None else self.find(owner)
-        return turn if turn is not None and {call.id for call in turn.messages[-1].calls} == set(call_ids) else None
+        same = turn is not None and {call.id for call in turn.messages[-1].calls} == set(call_ids)
+        return owner if same else None
 
     def _drop(self, id: str) -> None:
         turn = self._turns.pop(id)

@@ -80,12 +80,13 @@ COUNT_FIELDS = FieldTable("count_tokens", (*_PROMPT_FIELDS, *_METADATA))
 
 @dataclass(frozen=True, slots=True)
 class MessagesPrompt:
-    """What decides the prompt. `system` is the request's own system text."""
+    """What decides the prompt. `system` is the request's own system text; `alone`: results came without their calls."""
 
     system: str | None
     messages: tuple[Message, ...]
     conversation: Conversation
     structure: Structure
+    alone: bool = False
 
 
 def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTurns | None = None) -> MessagesPrompt:
@@ -101,6 +102,7 @@ def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTur
     system = _system(body.get("system"))
     messages = tuple(message for node in nodes for message in _messages(node, unused))
     tools = anthropic_tools(body, unused)
+    turn = None
     if live is not None:
         turn = _continued(messages, live)
         if turn is not None:
@@ -117,7 +119,7 @@ def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTur
         continue_final=last is not None and last.role == "assistant" and not last.calls,
     )
     structure = read_structure(body, None if output is None else output.get_object("format"), conversation, choice)
-    return MessagesPrompt(system, messages, conversation, structure)
+    return MessagesPrompt(system, messages, conversation, structure, turn is not None)
 
 
 def _continued(messages: Iterable[Message], live: LiveTurns) -> LiveTurn | None:
@@ -243,6 +245,9 @@ async def messages(service: Service, request: Request, responder: Responder) -> 
         param=None,
         constraint=constraint,
         received=request.received,
+        continues=service.live.continuation(
+            "anthropic-tool-output", service.preparer, wanted.conversation, required=wanted.alone
+        ),
     )
 
     def finished(turn: Message) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,9 @@ from ds4.engine.constraint import Compiler, Constraint
 from ds4.engine.types import EngineLike, SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.registry import syntax_of
-from ds4.prompt.types import Conversation, RenderedPrompt
+from ds4.prompt.types import Conversation, Message, RenderedPrompt
 from ds4.server.keys import key_of_tokens, visible_key
-from ds4.server.types import Dialect, GenerationRequest
+from ds4.server.types import Continuation, Dialect, GenerationRequest
 
 _INLINE_CHARACTERS = 4096
 """A prompt up to this long is tokenised in the event loop (about a millisecond); handing it over costs as much."""
@@ -98,6 +99,13 @@ class Preparer:
         encoded = self._tokenizer.encode_prompt(rendered.drawn)
         return Prompt(rendered, encoded.ids, encoded.key)
 
+    def tail(self, messages: Sequence[Message], conversation: Conversation) -> bytes:
+        """The key of what follows the last assistant turn of a conversation, for `messages` behind it."""
+        rendered = self.renderer.render_tail(messages, conversation)
+        if self._specials_in_text:
+            return self._key(self._tokenizer.encode_with_specials(rendered.text))
+        return self._tokenizer.key_bytes(rendered.segments)
+
     def request(
         self,
         id: str,
@@ -112,12 +120,13 @@ class Preparer:
         echo: bool = False,
         constraint: Constraint | None = None,
         received: float | None = None,
+        continues: Continuation | None = None,
     ) -> GenerationRequest:
         """Raises RequestError (400, `context_length_exceeded`) when no token fits after the prompt.
 
         `conversation` None: everything that is generated is text. `param` is the dialect's name of the field that
         holds the prompt, None where errors have none. `echo` puts the prompt's text before the answer. `constraint`
-        is what the answer must match (`structure.constrain`).
+        is what the answer must match (`structure.constrain`), `continues` the turn whose calls it answers.
         """
         n_prompt = len(prompt.tokens)
         self.check_fits(n_prompt, param, dialect)
@@ -143,6 +152,7 @@ class Preparer:
             visible=None
             if conversation is None or self._specials_in_text
             else partial(visible_key, self.renderer, self._tokenizer, conversation),
+            continues=continues,
         )
 
     def check_fits(self, n_prompt: int, param: str | None, dialect: Dialect) -> None:

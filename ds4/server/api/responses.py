@@ -105,13 +105,15 @@ COUNT_FIELDS = FieldTable("input_tokens", (*_PROMPT_FIELDS, *_METADATA))
 
 @dataclass(frozen=True, slots=True)
 class ResponsesPrompt:
-    """What decides the prompt. `messages` are those without the instructions."""
+    """What decides the prompt. `messages` are those without the instructions; `alone`: it has outputs without their
+    calls, and names no response."""
 
     instructions: str | None
     messages: tuple[Message, ...]
     conversation: Conversation
     tools: ToolTable
     structure: Structure
+    alone: bool = False
 
 
 def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTurns) -> ResponsesPrompt:
@@ -151,7 +153,8 @@ def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTur
         common.thinking_effort(body, body.get_str("model", ""), preparer.syntax, preparer.n_ctx),
     )
     structure = read_structure(body, None if text is None else text.get_object("format"), conversation, choice)
-    return ResponsesPrompt(instructions, messages, conversation, tools, structure)
+    alone = previous is None and bool(reader.orphans)
+    return ResponsesPrompt(instructions, messages, conversation, tools, structure, alone)
 
 
 def _previous(id: str, live: LiveTurns) -> LiveTurn:
@@ -235,6 +238,9 @@ async def responses(service: Service, request: Request, responder: Responder) ->
         param="input",
         constraint=constraint,
         received=request.received,
+        continues=service.live.continuation(
+            "responses-tool-output", service.preparer, wanted.conversation, required=wanted.alone
+        ),
     )
 
     def finished(turn: Message) -> None:
