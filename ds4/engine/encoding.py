@@ -111,11 +111,13 @@ class PromptEncoder:
         segments = tuple(segments)
         number, known, mark = self._continued(segments)
         marks: list[_Mark] = []
-        parts: list[EncodedPrompt] = []
+        ids: list[Ids] = []
+        key: list[bytes | memoryview] = []
+        at, n_ids, n_key = mark
         if known is not None:
             marks = known.marks[: bisect_right(known.marks, mark)]
-            parts = [EncodedPrompt(known.prompt.ids[: mark[1]], known.prompt.key[: mark[2]])]
-        at, n_ids, n_key = mark
+            ids.append(known.prompt.ids[:n_ids])
+            key.append(memoryview(known.prompt.key)[:n_key])
         run: list[str] = []
         for i, segment in enumerate(segments[at:], at):
             if isinstance(segment, str):
@@ -125,19 +127,19 @@ class PromptEncoder:
             if special is None:
                 run.append(segment.text)
                 continue
-            if run:
-                part = self._run(run)
-                run = []
+            parts = (self._run(run), special) if run else (special,)
+            run = []
+            for part in parts:
                 n_ids += len(part.ids)
                 n_key += len(part.key)
-                parts.append(part)
-            n_ids += 1
-            n_key += len(special.key)
-            parts.append(special)
+                ids.append(part.ids)
+                key.append(part.key)
             marks.append((i + 1, n_ids, n_key))
         if run:
-            parts.append(self._run(run))
-        prompt = _joined(parts)
+            part = self._run(run)
+            ids.append(part.ids)
+            key.append(part.key)
+        prompt = EncodedPrompt(_joined(ids), b"".join(key))
         gives_way = known is not None and len(known.segments) - mark[0] < mark[0]
         self._remember(_Known(segments, prompt, marks), number if gives_way else None)
         return prompt
@@ -194,12 +196,10 @@ class PromptEncoder:
                 self._prompts_cost -= self._prompts.popitem(last=False)[1].cost
 
 
-def _joined(parts: list[EncodedPrompt]) -> EncodedPrompt:
-    if not parts:
-        return EncodedPrompt(_frozen([]), b"")
-    ids = np.concatenate([part.ids for part in parts])
+def _joined(parts: list[Ids]) -> Ids:
+    ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
     ids.setflags(write=False)
-    return EncodedPrompt(ids, b"".join([part.key for part in parts]))
+    return ids
 
 
 def _frozen(ids: list[int]) -> Ids:

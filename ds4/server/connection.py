@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ds4.server.http")
 
 _PIECE = 64 << 10
+_SMALL = 4 << 10
 _BLANKS = " \t"
 
 
@@ -124,7 +125,7 @@ class Connection(asyncio.Protocol):
         self._request: Request | None = None
         self._refusal: Refusal | None = None
         self._declined = False
-        self._body: bytes | bytearray = b""
+        self._body: list[bytes | bytearray] = []
         self._body_size = 0
         self._owe_continue = False
         self._started = 0.0
@@ -231,19 +232,22 @@ class Connection(asyncio.Protocol):
             self._refuse(413, f"the body is larger than {self._limits.body} bytes")
         self._charge(piece)
         # Pieces of a byte or two would cost a hundred times their size as a list of objects.
-        if size == piece:
-            self._body = data
+        if piece >= _SMALL or not self._body:
+            self._body.append(data)
         else:
-            if isinstance(self._body, bytes):
-                self._body = bytearray(self._body)
-            self._body += data
+            last = self._body[-1]
+            if not isinstance(last, bytearray):
+                self._body.append(bytearray(data))
+            else:
+                last += data
 
     def on_message_complete(self) -> None:
         request = self._request
         assert request is not None
         if self._declined:
             return
-        request.body = bytes(self._body)
+        body = self._body
+        request.body = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
         request.received = self._last_read
         self._queue.append((request, self._refusal))
         self._deaf = not request.keep_alive
