@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -38,6 +36,8 @@ from ds4.engine.types import EngineConfig
 from ds4.errors import ShuttingDown
 from ds4.server.app import App
 from ds4.server.config import ServerConfig
+from ds4.server.connection import Connection
+from ds4.server.process import settle
 from ds4.testing import ScriptedEngine
 
 CONTEXT = 1 << 20
@@ -95,7 +95,11 @@ def requests(rounds: int) -> list[tuple[str, bytes]]:
         for turn in range(1 + _TURNS):
             kind = "grown" if turn else "new"
             out.append((kind, json.dumps({**whole, "messages": messages}, ensure_ascii=False).encode()))
-            messages = [*messages, {"role": "assistant", "content": f"Done, {turn}."}, {"role": "user", "content": f"And now question {turn}?"}]
+            messages = [
+                *messages,
+                {"role": "assistant", "content": f"Done, {turn}."},
+                {"role": "user", "content": f"And now question {turn}?"},
+            ]
     return out
 
 
@@ -123,10 +127,9 @@ async def run(args: argparse.Namespace) -> dict[str, dict[str, list[tuple[float,
     engine = ScriptedEngine(slots=1, ctx=CONTEXT, syntax=args.syntax, tokenizer=tokenizer)
     app = App(engine, ServerConfig(engine=EngineConfig(ctx=CONTEXT, slots=1), port=0))
     await app.start()
+    settle()
     stopwatch = Stopwatch()
     measured(app, stopwatch)
-    from ds4.server.connection import Connection
-
     begin = Connection.on_message_begin
 
     def on_message_begin(self: Connection) -> None:

@@ -155,6 +155,21 @@ class Fields:
     def read_all(self, array: Node) -> list[tuple[Any, ...]]:
         """The values of every element of an array of objects."""
 
+@final
+class Texts:
+    """Decodes strings; long ones that it has seen before, in whatever body, are the same object again.
+
+    So their hashes are known and comparing them costs nothing, by which other caches find what they made of them. A
+    text is known by its spelling in the body, compared in full. Holds at most `max_bytes`; what was not used for long
+    goes first. Safe in threads.
+    """
+
+    def __init__(self, max_bytes: int, shortest: int = 256) -> None:
+        """Strings of fewer than `shortest` bytes with their quotes are not kept: looking them up costs more."""
+    def __len__(self) -> int: ...
+    def read(self, node: Node) -> str:
+        """As `node.as_str()`. Raises JSONError if it is no string."""
+
 def parse(body: Buffer) -> Node:
     """The root of a body, which must be one strict JSON text of at most 2**30 - 1 bytes. Raises JSONError.
 

@@ -763,6 +763,7 @@ cdef inline bint is_number(uint8_t first) noexcept nogil:
 
 
 include "_json_fields.pxi"
+include "_json_texts.pxi"
 
 
 def parse(body):

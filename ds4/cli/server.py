@@ -23,9 +23,10 @@ from ds4.cli.flags import (
     parse_flags,
     path,
 )
+from ds4.cli.program import run_program
 from ds4.cli.terminal import work_bar
 from ds4.engine.types import EngineConfig, SamplingParams
-from ds4.errors import ConfigError, Ds4Error
+from ds4.errors import ConfigError
 from ds4.prompt.registry import TEMPLATES
 from ds4.server.config import ServerConfig
 from ds4.server.kvpolicy import KvConfig
@@ -275,6 +276,7 @@ def _read_keys(file: Path) -> tuple[str, ...]:
 async def _serve(config: ServerConfig) -> None:
     from ds4.engine.engine import Engine
     from ds4.server.app import App, check_address
+    from ds4.server.process import settle
 
     check_address(config.host, config.port)
     with work_bar("loading weights") as bar:
@@ -285,6 +287,7 @@ async def _serve(config: ServerConfig) -> None:
         app.handle_signals()
         for line in app.startup_lines():
             log.info("%s", line)
+        settle()
         await app.serve()
     finally:
         engine.close()
@@ -295,41 +298,22 @@ log = logging.getLogger("ds4.server")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 after a normal shutdown or help, 1 when running failed, 2 for a mistake in the configuration."""
+    return run_program(PROGRAM, lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
-        config = read_config(sys.argv[1:] if argv is None else argv, os.environ)
+        config = read_config(argv, os.environ)
     except HelpWanted as wanted:
-        return _help(wanted.topic)
-    except ConfigError as error:
-        return _complain(error, 2)
+        sys.stdout.write(help_text(f"{PROGRAM} [--model FILE] [options]", _INTRO, SERVER_FLAGS, TOPICS, wanted.topic))
+        return 0
     import uvloop
 
     from ds4.server.log import setup
 
     setup(config.log_format, no_color=os.environ.get("NO_COLOR"))
-    try:
-        uvloop.run(_serve(config))
-    except ConfigError as error:
-        return _complain(error, 2)
-    except (Ds4Error, OSError) as error:
-        return _complain(error, 1)
-    except KeyboardInterrupt:  # before the server has its own handlers, while the model loads
-        return 130
+    uvloop.run(_serve(config))
     return 0
-
-
-def _help(topic: str) -> int:
-    try:
-        text = help_text(f"{PROGRAM} [--model FILE] [options]", _INTRO, SERVER_FLAGS, TOPICS, topic)
-    except ConfigError as error:
-        return _complain(error, 2)
-    sys.stdout.write(text)
-    return 0
-
-
-def _complain(error: BaseException, code: int) -> int:
-    line = " ".join(str(error).split())
-    print(f"{PROGRAM}: {line}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

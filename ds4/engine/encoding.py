@@ -13,9 +13,10 @@ whoever keeps texts between requests (`ds4.server.api.texts`) makes both cheap.
 from __future__ import annotations
 
 import struct
+import sys
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
@@ -108,6 +109,12 @@ class PromptEncoder:
 
     def __call__(self, segments: Iterable[str | SpecialSegment]) -> EncodedPrompt:
         """Ids and key of a rendered prompt. Raises ValueError for a special token that the vocabulary does not have."""
+        prompt = self.within(segments, sys.maxsize)
+        assert prompt is not None
+        return prompt
+
+    def within(self, segments: Iterable[str | SpecialSegment], characters: int) -> EncodedPrompt | None:
+        """As a call, when at most about so many characters have to be encoded. None: there are more."""
         segments = tuple(segments)
         number, known, mark = self._continued(segments)
         marks: list[_Mark] = []
@@ -118,27 +125,24 @@ class PromptEncoder:
             marks = known.marks[: bisect_right(known.marks, mark)]
             ids.append(known.prompt.ids[:n_ids])
             key.append(memoryview(known.prompt.key)[:n_key])
-        run: list[str] = []
-        for i, segment in enumerate(segments[at:], at):
-            if isinstance(segment, str):
-                run.append(segment)
-                continue
-            special = self._special(segment)
-            if special is None:
-                run.append(segment.text)
-                continue
-            parts = (self._run(run), special) if run else (special,)
-            run = []
-            for part in parts:
+        for run, special, i in self._runs_of(segments, at):
+            if run:
+                part = self._known_run(run)
+                if part is None:
+                    characters -= sum(map(len, run))
+                    if characters < 0:
+                        return None
+                    part = self._new_run(run)
                 n_ids += len(part.ids)
                 n_key += len(part.key)
                 ids.append(part.ids)
                 key.append(part.key)
-            marks.append((i + 1, n_ids, n_key))
-        if run:
-            part = self._run(run)
-            ids.append(part.ids)
-            key.append(part.key)
+            if special is not None:
+                n_ids += 1
+                n_key += len(special.key)
+                ids.append(special.ids)
+                key.append(special.key)
+                marks.append((i, n_ids, n_key))
         prompt = EncodedPrompt(_joined(ids), b"".join(key))
         gives_way = known is not None and len(known.segments) - mark[0] < mark[0]
         self._remember(_Known(segments, prompt, marks), number if gives_way else None)
@@ -160,14 +164,31 @@ class PromptEncoder:
         found = self._specials[text] = EncodedPrompt(_frozen([token]), special_key(token))
         return found
 
-    def _run(self, run: list[str]) -> EncodedPrompt:
-        name = run[0] if len(run) == 1 else tuple(run)
-        found = self._runs.get(name)
-        if found is None:
-            text = well_formed("".join(run))
-            found = EncodedPrompt(_frozen(self._encode(text)), text.encode())
-            self._runs.put(name, found, found.ids.nbytes + 2 * len(found.key) + _ENTRY_COST)
-        return found
+    def _runs_of(
+        self, segments: tuple[str | SpecialSegment, ...], at: int
+    ) -> Iterator[tuple[list[str], EncodedPrompt | None, int]]:
+        """From segment `at`: the texts before a special token, the token (None at the end), the place behind it."""
+        run: list[str] = []
+        for i, segment in enumerate(segments[at:], at + 1):
+            if isinstance(segment, str):
+                run.append(segment)
+                continue
+            special = self._special(segment)
+            if special is None:
+                run.append(segment.text)
+                continue
+            yield run, special, i
+            run = []
+        yield run, None, len(segments)
+
+    def _known_run(self, run: list[str]) -> EncodedPrompt | None:
+        return self._runs.get(run[0] if len(run) == 1 else tuple(run))
+
+    def _new_run(self, run: list[str]) -> EncodedPrompt:
+        text = well_formed("".join(run))
+        made = EncodedPrompt(_frozen(self._encode(text)), text.encode())
+        self._runs.put(run[0] if len(run) == 1 else tuple(run), made, made.ids.nbytes + 2 * len(made.key) + _ENTRY_COST)
+        return made
 
     # ---- whole prompts
 

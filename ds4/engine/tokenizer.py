@@ -196,6 +196,10 @@ class Tokenizer:
         """
         return self._prompts(segments)
 
+    def encode_prompt_within(self, segments: Iterable[str | SpecialSegment], characters: int) -> EncodedPrompt | None:
+        """As `encode_prompt`, when at most about so many characters of it are new. None: there are more."""
+        return self._prompts.within(segments, characters)
+
     def encode_segments(self, segments: Iterable[str | SpecialSegment]) -> list[int]:
         """The ids alone, as `encode_prompt` finds them."""
         ids: list[int] = self._prompts(segments).ids.tolist()

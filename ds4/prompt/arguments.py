@@ -7,6 +7,7 @@ same bytes, and garbage must render to something.
 from __future__ import annotations
 
 from ds4._json import JSONError, Node, dumps, parse
+from ds4.bounded import remembered
 from ds4.prompt.escaping import escape
 
 
@@ -24,14 +25,17 @@ def argument_members(arguments: str, schema: str | None, end: str = "") -> list[
     if value is None:
         return [("arguments", _escaped(arguments, end))]
     members = dict(value.items())
-    declared = [name for name in _declared(schema) if name in members]
-    order = declared + [name for name in members if name not in set(declared)]
+    order = dict.fromkeys(name for name in _declared(schema) if name in members) if schema else {}
+    order.update(dict.fromkeys(members))
     return [(name, _text(members[name], end)) for name in order]
 
 
 def _text(value: Node, end: str) -> str:
-    if value.kind == "str":
+    kind = value.kind
+    if kind == "str":
         return _escaped(value.as_str(), end)
+    if kind == "bool" or kind == "null":
+        return value.minified()
     try:
         text = dumps(value.loads()).decode()
     except JSONError:  # a number beyond the range of a double: only its source text is exact
@@ -51,14 +55,15 @@ def _object(text: str) -> Node | None:
     return node if node.kind == "object" else None
 
 
-def _declared(schema: str | None) -> list[str]:
+@remembered(4 << 20, lambda schema: 2 * len(schema) + 256)
+def _declared(schema: str) -> tuple[str, ...]:
     """Names of the declared parameters, in order. Anthropic calls the schema `input_schema`."""
-    declaration = _object(schema) if schema else None
+    declaration = _object(schema)
     if declaration is None:
-        return []
+        return ()
     for member in ("parameters", "input_schema"):
         parameters = declaration.get(member)
         if parameters is not None and parameters.kind == "object":
             properties = parameters.get("properties")
-            return properties.keys() if properties is not None and properties.kind == "object" else []
-    return []
+            return tuple(properties.keys()) if properties is not None and properties.kind == "object" else ()
+    return ()

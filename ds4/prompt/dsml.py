@@ -104,18 +104,17 @@ class Dsml:
     def _own(self, text: str) -> tuple[Segment, ...]:
         return marked(text, _TAGS)
 
-    def call(self, name: str, arguments: str) -> Iterable[Segment]:
+    def call(self, name: str, arguments: str) -> list[Segment]:
         """One call of a block."""
-        yield from self._own(f"<｜DSML｜{self.invoke} name=")
-        yield f'"{_attribute(name)}">\n'
+        call = [*self._own(f"<｜DSML｜{self.invoke} name="), f'"{_attribute(name)}">\n']
         parameters = self._parameters(arguments)
+        before, behind = self._own(f"<｜DSML｜{self.parameter} name="), self._own(f"</｜DSML｜{self.parameter}>\n")
         for parameter, value, is_string in parameters:
-            yield from self._own(f"<｜DSML｜{self.parameter} name=")
-            yield f'"{_attribute(parameter)}" string="{"true" if is_string else "false"}">{value}'
-            yield from self._own(f"</｜DSML｜{self.parameter}>\n")
+            string = "true" if is_string else "false"
+            call += (*before, f'"{_attribute(parameter)}" string="{string}">', value, *behind)
         if self.official == "V4.1" and not parameters:
-            yield "\n"
-        yield from self._own(f"</｜DSML｜{self.invoke}>\n")
+            call.append("\n")
+        return [*call, *self._own(f"</｜DSML｜{self.invoke}>\n")]
 
     def _parameters(self, arguments: str) -> list[tuple[str, str, bool]]:
         """(name, text, is a string) of each parameter, in the order of the arguments.
@@ -166,6 +165,8 @@ def _official_schema(schema: str) -> str:
 
 
 def _attribute(text: str) -> str:
+    if text.isidentifier():
+        return text
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 

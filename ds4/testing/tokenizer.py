@@ -88,6 +88,12 @@ class ScriptedTokenizer:
         segments = tuple(segments)
         return EncodedPrompt(np.array(self.encode_segments(segments), np.int32), self.key_bytes(segments))
 
+    def encode_prompt_within(self, segments: Iterable[object], characters: int) -> EncodedPrompt | None:
+        """Nothing is remembered here: all of it is new."""
+        segments = tuple(segments)
+        new = sum(len(segment) for segment in segments if isinstance(segment, str))
+        return self.encode_prompt(segments) if new <= characters else None
+
     def encode_segments(self, segments: Iterable[object]) -> list[int]:
         """Segments are `str` or have a `.text` naming a special token; an unknown name is learned."""
         ids: list[int] = []

@@ -24,7 +24,9 @@ from ds4.server.keys import key_of_tokens, visible_key
 from ds4.server.types import Continuation, Dialect, GenerationRequest
 
 _INLINE_CHARACTERS = 4096
-"""A prompt up to this long is tokenised in the event loop (about a millisecond); handing it over costs as much."""
+"""So much text is tokenised in the event loop (about a millisecond); handing it over costs as much."""
+_DRAWN_INLINE = 4 << 20
+"""Characters of a conversation that is rendered in the event loop, which takes 1 to 3 ms per million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +90,15 @@ class Preparer:
         return key_of_tokens(self._tokenizer, tokens) or b""
 
     async def prompt(self, conversation: Conversation) -> Prompt:
-        if _characters(conversation) <= _INLINE_CHARACTERS:
-            return self._prompt(conversation)
-        return await asyncio.to_thread(self._prompt, conversation)
+        """Renders and tokenises. What is mostly known from the last turn is done at once, a lot of new text outside
+        the event loop."""
+        if _characters(conversation) > _DRAWN_INLINE or self._specials_in_text:
+            return await asyncio.to_thread(self._prompt, conversation)
+        rendered = self.renderer.render(conversation)
+        encoded = self._tokenizer.encode_prompt_within(rendered.drawn, _INLINE_CHARACTERS)
+        if encoded is None:
+            encoded = await asyncio.to_thread(self._tokenizer.encode_prompt, rendered.drawn)
+        return Prompt(rendered, encoded.ids, encoded.key)
 
     def _prompt(self, conversation: Conversation) -> Prompt:
         rendered = self.renderer.render(conversation)
