@@ -19,14 +19,18 @@ STAMP   = $(VENV)/.built-cuda
 endif
 TESTED  = $(VENV)/.test-deps
 FUZZ_SECONDS ?= 60
+FUZZ_JOBS    ?= 2
 
 # The tests of everything native, once more on a build with sanitizers. Leaks are not looked for: CPython itself
-# keeps memory to its end.
+# keeps memory to its end. Python objects come from malloc, so that reading past the end of a bytes object is seen.
+SAN_RUN    = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+             ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=64 \
+             UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONMALLOC=malloc
 SANITIZED  = build/sanitize
 SAN_TESTS  = tests/native tests/test_core.py tests/test_json.py tests/test_dsml.py tests/test_rax.py \
              tests/engine/test_session.py tests/engine/test_payload.py tests/engine/test_sampler.py
 
-.PHONY: serve test lint cuda-check test-clients test-sanitize fuzz clean help
+.PHONY: serve test lint cuda-check test-clients test-sanitize fuzz fuzz-long clean help
 
 help:
 	@echo "make serve          build, fetch the demo model, start ds4-server on $(HOST):$(PORT) with $(SLOTS) slots"
@@ -34,7 +38,7 @@ help:
 	@echo "make cuda-check     compile some CUDA sources, where nvcc is installed; DS4_CUDA=1 builds the backend"
 	@echo "make test-clients   real clients against a scripted model (installs them); CLIENT=codex runs one"
 	@echo "make test-sanitize  the native and Cython tests under ASan and UBSan"
-	@echo "make fuzz           the fuzz targets, FUZZ_SECONDS=60 in all"
+	@echo "make fuzz           the fuzz targets with sanitizers, FUZZ_SECONDS=60 each; fuzz-long: half an hour each"
 	@echo "make clean          remove .venv and build products"
 
 $(BIN)/python:
@@ -48,8 +52,8 @@ $(STAMP): $(BIN)/python $(SOURCES)
 	@touch $@
 
 # Installing ".[test]" would compile everything once more: the installed package says what its test extra needs.
-TEST_NEEDS = import importlib.metadata as m; \
-  print("\n".join(r.split(";")[0] for r in m.requires("ds4") if "extra ==" in r and "test" in r.split(";")[1]))
+TEST_NEEDS = import importlib.metadata as m, re; \
+  print("\n".join(re.sub(r"\s*(;|and) extra == .test.$$", "", r) for r in m.requires("ds4") if r.endswith("test\"")))
 
 $(TESTED): $(STAMP)
 	@mkdir -p build && $(BIN)/python -c '$(TEST_NEEDS)' > build/test-needs.txt
@@ -63,7 +67,7 @@ lint: $(TESTED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/cython-lint ds4/*.pyx ds4/*.pxi
-	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*.h native/*/*.h native/*/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard native/*.h native/*/*.h native/*/*.cpp tests/fuzz/*.c)
 	$(BIN)/mypy
 
 # Host code, headers and kernels of the CUDA backend still compile: a few small files stand for all.
@@ -83,8 +87,18 @@ test: lint cuda-check
 test-clients: $(TESTED)
 	$(BIN)/pytest -m clients -k "$(CLIENT)" -rs --durations=0 tests/clients
 
-fuzz: $(TESTED)
-	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+# The parsers alone, with sanitizers, and with coverage for the fuzzer that knows what to do with it.
+FUZZED = build/fuzz
+$(FUZZED)/.built: $(TESTED) $(SOURCES) tests/fuzz/coverage.c
+	DS4_ONLY=_core,_json,_dsml,_rax DS4_COVERAGE=1 DS4_SANITIZE=address,undefined $(BIN)/python setup.py -q build \
+	  --build-base build/fuzz-objects --build-lib $(FUZZED)
+	@touch $@
+
+fuzz: $(FUZZED)/.built
+	$(SAN_RUN) $(BIN)/python tests/fuzz/run.py --build $(FUZZED) --jobs $(FUZZ_JOBS) --seconds $(FUZZ_SECONDS)
+
+fuzz-long:
+	$(MAKE) fuzz FUZZ_SECONDS=1800
 
 $(SANITIZED)/.built: $(TESTED) $(SOURCES)
 	DS4_SANITIZE=address,undefined $(BIN)/python setup.py -q build --build-base build/sanitize-objects \
@@ -92,9 +106,7 @@ $(SANITIZED)/.built: $(TESTED) $(SOURCES)
 	@touch $@
 
 test-sanitize: $(SANITIZED)/.built
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	PYTHONPATH=$(SANITIZED) $(BIN)/pytest -p no:cacheprovider -o pythonpath="$(SANITIZED) ." $(SAN_TESTS)
+	$(SAN_RUN) PYTHONPATH=$(SANITIZED) $(BIN)/pytest -p no:cacheprovider -o pythonpath="$(SANITIZED) ." $(SAN_TESTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ds4/*.so ds4/_*.c ds4/_*.cpp

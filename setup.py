@@ -8,7 +8,7 @@ Everything declarative is in pyproject.toml. What needs code is here:
   its own flags, all others with the baseline, so that one wheel runs on every CPU of the architecture.
 * Objects are compiled in parallel (`DS4_BUILD_JOBS`, default: all cores).
 * `DS4_ONLY=_json,_cpu` builds just these modules; `DS4_SANITIZE=address,undefined` builds all of them with those
-  sanitizers.
+  sanitizers; `DS4_COVERAGE=1` lets the Cython modules tell a fuzzer where they went (GCC only).
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ if SANITIZE:
     CXX_FLAGS += [*extra, "-D_GLIBCXX_ASSERTIONS"]
     C_FLAGS += extra
     LINK_FLAGS += [f"-fsanitize={SANITIZE}"]
+COVERAGE_SOURCES: list[str] = []
+if os.environ.get("DS4_COVERAGE", "0") != "0":
+    C_FLAGS.append("-fsanitize-coverage=trace-pc,trace-cmp")
+    COVERAGE_SOURCES.append("tests/fuzz/coverage.c")
 
 # Flags of the per-ISA translation units, by file-name suffix. `-ffp-contract=off` everywhere: where a fused
 # multiply-add is wanted the kernel says so, and two kernels that must agree bit for bit then do.
@@ -125,7 +129,7 @@ def extensions() -> list[Extension]:
     modules = [
         Extension(
             f"ds4.{name}",
-            [f"ds4/{name}.pyx"],
+            [f"ds4/{name}.pyx", *COVERAGE_SOURCES],
             depends=[str(p.relative_to(ROOT)) for p in [*(ROOT / "ds4").glob(f"{name}_*.pxi"), *text_headers]],
             extra_compile_args=C_FLAGS,
             extra_link_args=LINK_FLAGS,

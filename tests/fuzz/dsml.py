@@ -7,26 +7,30 @@ checks the last two).
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from tests.support.turns import SYNTAXES, damaged, outcome, random_calls, run, soup, written
 
 _SCHEMAS = [("f", '{"properties":{"a":{"type":"string"},"b":{"type":["integer","array"]},"c":{}}}')]
+ALL = (*SYNTAXES, "raw")
 _CAUSES = ("eos", "length", "stop", "error")
 
 
 def target(data: bytes) -> None:
-    """Byte 0: syntax; byte 1: thinking, tools, schemas, cause; byte 2: where the split is; the rest is the turn."""
+    """Byte 0: syntax; byte 1: thinking, tools, schemas, cause, bare invokes; byte 2: the split; then the turn."""
     if len(data) < 3:
         return
-    syntax = (*SYNTAXES, "raw")[data[0] % 6]
+    syntax = ALL[data[0] % len(ALL)]
     flags, cut, text = data[1], data[2], data[3:]
-    options = {}
+    options: dict[str, Any] = {}
     if syntax != "raw":
         options = {
             "thinking": bool(flags & 1),
             "tools": bool(flags & 2),
             "schemas": _SCHEMAS if flags & 4 else [],
         }
+        if syntax.startswith("deepseek") and options["tools"]:
+            options["implicit_invoke"] = bool(flags & 32)
     cause = _CAUSES[flags >> 3 & 3]
     whole = outcome(run([text], cause, syntax, **options))
     at = cut * len(text) // 255

@@ -24,11 +24,38 @@ def verdict(body: bytes) -> tuple[object, ...]:
     return value, root.canonical(), root.minified(), _json.escape(root.minified())
 
 
+_NAMES = ("a", "b", "role", "content", "tools")
+_FIELDS = _json.Fields(**dict.fromkeys(_NAMES, "any"))
+
+
+def check_members(body: bytes) -> None:
+    """Fields and getters find the same members, the last of duplicates, and what is written reads back."""
+    try:
+        root = _json.parse(body)
+        value = root.loads()
+    except _json.JSONError:
+        return
+    text = _json.escape(root.minified())
+    assert _json.sse_chunk(b'data: "', root.minified(), b'"\n\n') == b'data: "' + text + b'"\n\n'
+    assert json.loads(b'"' + text + b'"') == root.minified()
+    if root.kind != "object":
+        return
+    assert isinstance(value, dict)
+    for name, found in zip(_NAMES, _FIELDS.read(root), strict=True):
+        want = value.get(name)
+        got = found.loads() if isinstance(found, _json.Node) else found
+        assert json.dumps(got) == json.dumps(want) and (name in root) == (name in value)
+        node = root.get(name)
+        assert (node is None) == (want is None) and (node is None or json.dumps(node.loads()) == json.dumps(want))
+    assert root.keys() == list(value) and [k for k, _ in root.items()] == list(value)
+
+
 def target(data: bytes) -> None:
     """The input is the body."""
     before = _json.use_isa("auto")
     try:
         check(data)
+        check_members(data)
         verdicts = []
         for isa in _ISAS:
             _json.use_isa(isa)

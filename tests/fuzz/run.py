@@ -2,11 +2,14 @@
 """Runs fuzz targets: `python tests/fuzz/run.py --seconds 60 [TARGET ...]` (all of them if none is named).
 
 A target is a module of this folder with two functions: `target(data: bytes)` raises for a defect, `example(rng)` makes
-an input to start from. With atheris installed (and one target named) it drives the target by coverage; without it a
-mutator of our own does: it bends examples, their pieces and boundary values, and needs nothing.
+an input to start from. `corpus/TARGET/` holds its seeds (`make_corpus.py` writes them).
 
-A failure prints the seed, shrinks the input, writes it to `out/fuzz/TARGET-<digest>` and ends with 1; `--replay FILE
-TARGET` runs it again.
+Where atheris is installed it drives the targets by coverage, each in a process of its own (`guided.py`), `--jobs` at a
+time; `--build build/fuzz` takes the modules that `make fuzz` builds with sanitizers and coverage of the native code.
+Elsewhere a mutator of our own does: it bends seeds, examples, their pieces and boundary values, and needs nothing.
+
+A failure leaves its input in `out/fuzz/TARGET-*` and ends with 1; `--replay FILE TARGET` runs it again. New inputs that
+reach new code gather in `out/fuzz/corpus/TARGET`, logs in `out/fuzz/TARGET.log`.
 """
 
 from __future__ import annotations
@@ -15,15 +18,21 @@ import argparse
 import hashlib
 import importlib
 import importlib.util
+import os
 import random
+import re
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+CORPUS = HERE / "corpus"
 
 Target = Callable[[bytes], None]
 Example = Callable[[random.Random], bytes]
@@ -58,6 +67,11 @@ def load(name: str) -> tuple[Target, Example]:
         raise SystemExit(f"no fuzz target {name!r}; there are {', '.join(names())}")
     module = importlib.import_module(f"tests.fuzz.{name}")
     return module.target, module.example
+
+
+def seeds(name: str) -> list[bytes]:
+    """The target's corpus, in the order of its names."""
+    return [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
 
 
 def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:
@@ -113,15 +127,25 @@ def shrunk(target: Target, data: bytes, tries: int = 5000) -> bytes:
 
 
 def fuzz(
-    target: Target, example: Example, *, seed: int, seconds: float | None = None, runs: int | None = None
+    target: Target,
+    example: Example,
+    *,
+    seed: int,
+    corpus: Sequence[bytes] = (),
+    seconds: float | None = None,
+    runs: int | None = None,
 ) -> tuple[int, bytes | None]:
     """(inputs tried, the shrunk input of the first failure or None). Stops after `seconds` or `runs`."""
     rng = random.Random(seed)
     end = None if seconds is None else time.monotonic() + seconds
-    pool = [example(rng) for _ in range(8)]
+
+    def fresh() -> bytes:
+        return rng.choice(corpus) if corpus and rng.random() < 0.5 else example(rng)
+
+    pool = [fresh() for _ in range(8)]
     count = 0
     while (end is None or time.monotonic() < end) and (runs is None or count < runs):
-        data = example(rng) if count % 3 == 0 else mutated(rng, rng.choice(pool), rng.choice(pool))
+        data = fresh() if count % 3 == 0 else mutated(rng, rng.choice(pool), rng.choice(pool))
         count += 1
         # The pool drifts: damage adds up over a few steps, then fresh examples replace it.
         pool[rng.randrange(len(pool))] = data
@@ -134,8 +158,8 @@ def run(name: str, seed: int, seconds: float) -> bool:
     """Fuzzes one target with the built-in mutator and reports; False on a failure."""
     target, example = load(name)
     started = time.monotonic()
-    count, failure = fuzz(target, example, seed=seed, seconds=seconds)
-    print(f"{name}: seed {seed}, {count} inputs in {time.monotonic() - started:.1f} s", end="")
+    count, failure = fuzz(target, example, seed=seed, corpus=seeds(name), seconds=seconds)
+    print(f"{name}: built-in mutator, seed {seed}, {count} inputs in {time.monotonic() - started:.1f} s", end="")
     if failure is None:
         print(", no failure", flush=True)
         return True
@@ -150,30 +174,83 @@ def run(name: str, seed: int, seconds: float) -> bool:
     return False
 
 
-def run_atheris(name: str, seed: int, seconds: float) -> None:
-    """By coverage; libFuzzer ends the process."""
-    import atheris  # type: ignore[import-not-found]
+@dataclass
+class Guided:
+    """A target under atheris, from the start of its process to its report."""
 
-    target, example = load(name)
-    folder = ROOT / "out" / "fuzz" / f"{name}-corpus"
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
-    for i in range(64):
-        (folder / f"example-{i}").write_bytes(example(rng))
-    atheris.Setup([sys.argv[0], f"-max_total_time={max(1, int(seconds))}", f"-seed={seed}", str(folder)], target)
-    atheris.Fuzz()
+    name: str
+    seed: int
+    seconds: float
+    build: Path | None
+
+    def __post_init__(self) -> None:
+        folder = ROOT / "out" / "fuzz"
+        found = folder / "corpus" / self.name
+        found.mkdir(parents=True, exist_ok=True)
+        self.log = folder / f"{self.name}.log"
+        command = [sys.executable, "-m", "tests.fuzz.guided", self.name, str(self.seed)]
+        command += [
+            f"-max_total_time={max(1, int(self.seconds))}",
+            "-max_len=8192",
+            "-timeout=300",
+            "-rss_limit_mb=4096",
+            "-detect_leaks=0",
+            "-print_final_stats=1",
+            f"-artifact_prefix={folder}/{self.name}-",
+            str(found),
+            str(CORPUS / self.name),
+        ]
+        paths = [str(self.build.resolve())] if self.build else []
+        # Without the safe path, `-m` would put this folder's tree before the build.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]), "PYTHONSAFEPATH": "1"}
+        self.started = time.monotonic()
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+    def finished(self) -> bool:
+        """Waits for the end and reports; False on a failure."""
+        _, status, usage = os.wait4(self.process.pid, 0)
+        code = self.process.returncode = os.waitstatus_to_exitcode(status)
+        wall, cpu = time.monotonic() - self.started, usage.ru_utime + usage.ru_stime
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+
+        def last(pattern: str) -> str:
+            return (re.findall(pattern, text) or ["?"])[-1]
+
+        count = last(r"number_of_executed_units: (\d+)")
+        modules, places = last(r"guided by the native code of (.*)"), last(r"cov: (\d+)")
+        print(
+            f"{self.name}: atheris, seed {self.seed}, {count} inputs in {wall:.1f} s ({cpu:.1f} s of CPU), "
+            f"native coverage of {modules}, {places} places reached",
+            end="",
+        )
+        if code == 0 and count != "?":
+            print(", no failure", flush=True)
+            return True
+        kept = last(r"Test unit written to (\S+)")
+        print(f", FAILURE (status {code})\n{text[-6000:]}\nagain: python tests/fuzz/run.py --replay {kept} {self.name}")
+        return False
+
+
+def run_guided(targets: list[str], seed: int, seconds: float, jobs: int, build: Path | None) -> bool:
+    """All targets under atheris, `jobs` processes at a time; False on a failure."""
+    with ThreadPoolExecutor(jobs) as pool:
+        return all(list(pool.map(lambda name: Guided(name, seed, seconds, build).finished(), targets)))
 
 
 def main() -> int:
-    # This folder must not be where `import json` looks.
-    sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() not in (HERE, ROOT))]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(names()))
     parser.add_argument("--seconds", type=float, default=60, help="for each target (default %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, printed")
     parser.add_argument("--replay", type=Path, help="run one input again")
     parser.add_argument("--engine", choices=("auto", "builtin", "atheris"), default="auto")
+    parser.add_argument("--jobs", type=int, default=1, help="targets at a time, atheris only (default %(default)s)")
+    parser.add_argument("--build", type=Path, help="folder of a build whose modules are taken instead of the tree's")
     arguments = parser.parse_args()
+    # This folder must not be where `import json` looks.
+    builds = [str(arguments.build.resolve())] if arguments.build else []
+    sys.path[:] = [*builds, str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() not in (HERE, ROOT))]
     targets = arguments.targets or names()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
     if arguments.replay is not None:
@@ -182,14 +259,12 @@ def main() -> int:
         load(targets[0])[0](arguments.replay.read_bytes())
         print("no failure")
         return 0
-    engine = arguments.engine
-    if engine == "auto":
-        engine = "atheris" if len(targets) == 1 and importlib.util.find_spec("atheris") else "builtin"
-    if engine == "atheris":
-        if len(targets) != 1:
-            parser.error("atheris runs one TARGET at a time")
-        run_atheris(targets[0], seed, arguments.seconds)
-        return 0
+    guided = importlib.util.find_spec("atheris") is not None
+    if arguments.engine == "atheris" and not guided:
+        parser.error("atheris is not installed")
+    if arguments.engine != "builtin" and guided:
+        return 0 if run_guided(targets, seed, arguments.seconds, arguments.jobs, arguments.build) else 1
+    print("atheris drives nothing here: the built-in mutator does, without coverage")
     results = [run(name, seed, arguments.seconds) for name in targets]
     return 0 if all(results) else 1
 
