@@ -11,9 +11,13 @@ With the keys "call_1a", "call_1b", "call_2", "cat" (`*` marks a key's end):
 A node holds the bytes that all keys below it share after its edge. Inserting "cart" splits nothing: it adds the edge
 "r". Inserting "ca" marks the node "a". Inserting "cold" splits that node: "" with the edges "a" and "o".
 
-    node:  | value | slot, length, n, cap | edge bytes [cap, padded] | child pointers [cap] | shared bytes [length] |
+    node:  | length, n, level, room | value, slot | edge bytes | child pointers | hints | shared bytes |
+             8 bytes                  12, if room   cap, padded  cap * 8          cap * 4, if cap <= 4
 
-The edges stand beside the counts, so that a node of up to 44 children is searched in one cache line.
+What a look-up costs is the cache lines that it must wait for. So `_rax_pool.pxi` places the nodes in lines; only a node
+that has or had a key has room for one; a node of four children takes one line, and so does the leaf of a key whose last
+44 bytes are its own. The lines of a wide child are fetched together. A hint tells where the value of a child's key
+lies, so that the leaf and its value are fetched together.
 
 Invariants:
 
@@ -24,6 +28,8 @@ Invariants:
 * A key's value is `values[slot]`: values belong to an ordinary list, which the garbage collector knows. A slot is
   either of one node or in `free`. The node's `value` is the same pointer, borrowed: it saves a cache miss, and holds
   as long as the list has not been emptied by the collector.
+* All nodes are of the tree's own pool and end with it.
+* A hint is never followed, only prefetched: it may be stale, and it lacks the upper bits, which values mostly share.
 * A failed allocation changes nothing: everything is allocated before the first pointer is moved.
 * An old value is released after the tree is whole again, because its finalizer may use the tree.
 
@@ -34,60 +40,118 @@ where Python runs without the GIL; `version` tells an iterator that the tree has
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
+from cpython.mem cimport PyMem_Free, PyMem_RawFree, PyMem_RawMalloc, PyMem_Realloc
 from cpython.object cimport PyObject
-from libc.string cimport memchr, memcmp, memcpy, memmove
+from libc.stdint cimport uint8_t, uint16_t, uint32_t
+from libc.string cimport memcmp, memcpy, memmove, memset
 
-cdef enum:
-    HEADER = 20
-    LINEAR = 8
+include "_rax_pool.pxi"
+
+
+cdef extern from "../native/text/byte_search.h" nogil:
+    int ds4_byte_index(const uint8_t *p, int n, uint8_t byte)
+
+
+cdef extern from *:
+    """
+    #define ds4_prefetch(p) __builtin_prefetch(p)
+    """
+    void prefetch "ds4_prefetch" (const void *p) noexcept nogil
 
 
 # Lengths and slots are 32 bits wide; `put` checks both.
 cdef Py_ssize_t MAX_KEY = 0xFFFFFFFF
-cdef unsigned int NO_KEY = 0xFFFFFFFF
+cdef uint32_t NO_KEY = 0xFFFFFFFF
 
 cdef struct Node:
+    uint32_t length
+    uint16_t n
+    uint8_t level           # room for 2**level children, none if 0
+    uint8_t room            # is there a Key behind this?
+
+cdef struct Key:
     PyObject *value
-    unsigned int slot
-    unsigned int length
-    unsigned short n
-    unsigned short cap
+    uint32_t slot
 
 cdef struct Frame:
     Node *node
     int next
     Py_ssize_t key_length
 
+cdef enum:
+    HEADER = 8
+    KEY = 12
 
-cdef inline unsigned char *edges(Node *x) noexcept nogil:
-    return <unsigned char *>x + HEADER
+
+cdef inline uint32_t slot_of(Node *x) noexcept nogil:
+    return (<Key *>(x + 1)).slot if x.room else NO_KEY
 
 
-cdef inline Py_ssize_t size_of(int cap, Py_ssize_t length) noexcept nogil:
-    return (((HEADER + cap + 7) & ~7) + cap * <Py_ssize_t>sizeof(Node *) if cap else HEADER) + length
+cdef inline PyObject *value_of(Node *x) noexcept nogil:
+    return (<Key *>(x + 1)).value if x.room else NULL
+
+
+cdef inline void set_key(Node *x, uint32_t slot, PyObject *value) noexcept nogil:
+    """The node has room."""
+    (<Key *>(x + 1)).slot = slot
+    (<Key *>(x + 1)).value = value
+
+
+cdef inline int cap_of(int level) noexcept nogil:
+    return 1 << level if level else 0
+
+
+cdef inline uint8_t *edges(Node *x) noexcept nogil:
+    return <uint8_t *>x + HEADER + x.room * KEY
+
+
+cdef inline bint hinted(int level) noexcept nogil:
+    return level == 1 or level == 2
+
+
+cdef inline Py_ssize_t size_of(bint room, int level, Py_ssize_t length) noexcept nogil:
+    cdef int cap = cap_of(level)
+    cdef Py_ssize_t size = HEADER + room * KEY
+    if level:
+        size = ((size + cap + 7) & ~7) + cap * <Py_ssize_t>sizeof(Node *)
+        if hinted(level):
+            size += cap * <Py_ssize_t>sizeof(uint32_t)
+    return size + length
+
+
+cdef inline Py_ssize_t block_of(Node *x) noexcept nogil:
+    """Bytes that the node takes in the pool."""
+    return rounded(size_of(x.room, x.level, x.length))
 
 
 cdef inline Node **children(Node *x) noexcept nogil:
-    return <Node **>(<char *>x + ((HEADER + x.cap + 7) & ~7))
+    return <Node **>(<char *>x + ((HEADER + x.room * KEY + cap_of(x.level) + 7) & ~7))
+
+
+cdef inline uint32_t *hints(Node *x) noexcept nogil:
+    """Of a hinted node."""
+    return <uint32_t *>(children(x) + cap_of(x.level))
+
+
+cdef inline uint32_t hint_to(PyObject *value) noexcept nogil:
+    return <uint32_t>(<size_t>value >> 4)
 
 
 cdef inline char *shared(Node *x) noexcept nogil:
-    return <char *>x + size_of(x.cap, 0)
+    return <char *>x + size_of(x.room, x.level, 0)
 
 
-cdef inline Node **child_at(Node *x, unsigned char edge) noexcept nogil:
+cdef inline Node **child_at(Node *x, uint8_t edge) noexcept nogil:
     """The link that `edge` stands for, or NULL."""
-    cdef unsigned char *e = edges(x)
-    cdef unsigned char *q
-    cdef int i
-    if x.n <= LINEAR:
-        for i in range(x.n):
-            if e[i] == edge:
-                return children(x) + i
-        return NULL
-    q = <unsigned char *>memchr(e, edge, x.n)
-    return children(x) + (q - e) if q != NULL else NULL
+    # The search may read 15 bytes behind the edges; the pointers of two children are at least as many.
+    cdef int i = ds4_byte_index(edges(x), x.n, edge)
+    return children(x) + i if i >= 0 else NULL
+
+
+cdef inline void fetch(Node *x) noexcept nogil:
+    """What follows the node's first line, which the caller is about to read, comes with it."""
+    prefetch(<char *>x + LINE)
+    prefetch(<char *>x + 2 * LINE)
 
 
 cdef inline Py_ssize_t common(const char *a, const char *b, Py_ssize_t n) noexcept nogil:
@@ -97,39 +161,58 @@ cdef inline Py_ssize_t common(const char *a, const char *b, Py_ssize_t n) noexce
     return i
 
 
-cdef Node *new_node(unsigned int slot, PyObject *value, int cap, const char *bytes_, Py_ssize_t length) except NULL:
-    cdef Node *x = <Node *>PyMem_Malloc(size_of(cap, length))
-    if x == NULL:
-        raise MemoryError
-    x.value = value
-    x.slot = slot
-    x.length = <unsigned int>length
+cdef Node *new_node(Pool *pool, bint room, int level, Py_ssize_t length) except NULL:
+    """Without children; the key and the shared bytes are the caller's to write."""
+    cdef Node *x = <Node *>take_block(pool, rounded(size_of(room, level, length)))
+    x.length = <uint32_t>length
     x.n = 0
-    x.cap = cap
-    memcpy(shared(x), bytes_, length)
+    x.level = level
+    x.room = room
+    if room:
+        set_key(x, NO_KEY, NULL)
     return x
 
 
-cdef Node *with_cap(Node *x, int cap) except NULL:
-    """A copy of `x` with room for `cap` children."""
-    cdef Node *y = new_node(x.slot, x.value, cap, shared(x), x.length)
+cdef inline void drop_node(Pool *pool, Node *x) noexcept:
+    give_block(pool, x, block_of(x))
+
+
+cdef inline void take_over(Node *y, Node *x) noexcept nogil:
+    """Gives `y`, which has room for them, the key and the children of `x`."""
+    if y.room:
+        set_key(y, slot_of(x), value_of(x))
     y.n = x.n
     memcpy(children(y), children(x), x.n * sizeof(Node *))
     memcpy(edges(y), edges(x), x.n)
+    if hinted(x.level) and hinted(y.level):
+        memcpy(hints(y), hints(x), x.n * sizeof(uint32_t))
+    elif hinted(y.level):
+        memset(hints(y), 0, x.n * sizeof(uint32_t))
+
+
+cdef Node *resized(Pool *pool, Node *x, bint room, int level) except NULL:
+    """A copy of `x` with room for 2**level children, and for a key."""
+    cdef Node *y = new_node(pool, room, level, x.length)
+    take_over(y, x)
+    memcpy(shared(y), shared(x), x.length)
     return y
 
 
-cdef void put_child(Node *x, unsigned char edge, Node *child) noexcept nogil:
+cdef void put_child(Node *x, uint8_t edge, Node *child) noexcept nogil:
     """Adds a child where there is room, keeping the edges in order."""
-    cdef unsigned char *e = edges(x)
+    cdef uint8_t *e = edges(x)
     cdef Node **c = children(x)
     cdef int i = x.n
     while i > 0 and e[i - 1] > edge:
         e[i] = e[i - 1]
         c[i] = c[i - 1]
+        if hinted(x.level):
+            hints(x)[i] = hints(x)[i - 1]
         i -= 1
     e[i] = edge
     c[i] = child
+    if hinted(x.level):
+        hints(x)[i] = hint_to(value_of(child))
     x.n += 1
 
 
@@ -140,19 +223,20 @@ cdef class Rax:
     cdef list values
     cdef Py_ssize_t *free
     cdef Py_ssize_t n_free, cap_free
-    cdef Py_ssize_t count, node_bytes
+    cdef Py_ssize_t count
     cdef unsigned long long version
+    cdef size_t high         # upper bits of the last value's address, which the hints lack
+    cdef Pool pool
 
     def __cinit__(self):
         self.values = []
-        self.root = new_node(NO_KEY, NULL, 0, b"", 0)
-        self.node_bytes = size_of(0, 0)
+        self.root = new_node(&self.pool, False, 0, 0)
 
     def __init__(self):
         pass
 
     def __dealloc__(self):
-        free_nodes(self.root)
+        release(&self.pool)
         PyMem_Free(self.free)
 
     @classmethod
@@ -161,40 +245,52 @@ cdef class Rax:
 
     # ---- look-up ------------------------------------------------------------------------------------------------
 
-    cdef Node *node_of(self, const char *key, Py_ssize_t n) noexcept:
+    cdef inline Node *below(self, Node *x, uint8_t edge) noexcept nogil:
+        """The child behind `edge`, or NULL; its lines and its value are on their way."""
+        cdef int i = ds4_byte_index(edges(x), x.n, edge)
+        cdef Node *child
+        if i < 0:
+            return NULL
+        child = children(x)[i]
+        if hinted(x.level):
+            prefetch(<void *>(self.high | <size_t>hints(x)[i] << 4))
+        else:
+            fetch(child)
+        return child
+
+    cdef Node *node_of(self, const char *key, Py_ssize_t n) noexcept nogil:
         """The node at which `key` ends as a key, or NULL."""
         cdef Node *x = self.root
-        cdef Node **link
         cdef Py_ssize_t i = 0
+        prefetch(key + LINE)
         while True:
             if x.length:
                 if n - i < x.length or memcmp(shared(x), key + i, x.length) != 0:
                     return NULL
                 i += x.length
             if i == n:
-                return x if x.slot != NO_KEY else NULL
-            link = child_at(x, key[i])
-            if link == NULL:
+                return x if slot_of(x) != NO_KEY else NULL
+            x = self.below(x, key[i])
+            if x == NULL:
                 return NULL
-            x = link[0]
             i += 1
 
-    cdef object value_of(self, Node *x):
-        if x.slot >= PyList_GET_SIZE(self.values):
+    cdef object value_at(self, Node *x):
+        if slot_of(x) >= PyList_GET_SIZE(self.values):
             self.alive()
-        return <object>x.value
+        return <object>value_of(x)
 
     @cython.critical_section
     def find(self, bytes key not None, default=None):
         cdef Node *x = self.node_of(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key))
-        return self.value_of(x) if x != NULL else default
+        return self.value_at(x) if x != NULL else default
 
     @cython.critical_section
     def __getitem__(self, bytes key not None):
         cdef Node *x = self.node_of(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key))
         if x == NULL:
             raise KeyError(key)
-        return self.value_of(x)
+        return self.value_at(x)
 
     @cython.critical_section
     def __contains__(self, bytes key not None):
@@ -205,7 +301,7 @@ cdef class Rax:
 
     @property
     def memory(self):
-        return self.node_bytes
+        return self.pool.used
 
     @cython.critical_section
     def longest_prefix(self, bytes query not None, Py_ssize_t start=0):
@@ -213,30 +309,29 @@ cdef class Rax:
         cdef Py_ssize_t n = PyBytes_GET_SIZE(query), i, best_at = 0
         cdef Node *x = self.root
         cdef Node *best = NULL
-        cdef Node **link
         if not 0 <= start <= n:
             raise ValueError(f"start: expected 0 to {n}, got {start}")
         i = start
+        prefetch(p + start + LINE)
         while True:
             if x.length:
                 if n - i < x.length or memcmp(shared(x), p + i, x.length) != 0:
                     break
                 i += x.length
-            if x.slot != NO_KEY:
+            if slot_of(x) != NO_KEY:
                 best = x
                 best_at = i
             if i == n:
                 break
-            link = child_at(x, p[i])
-            if link == NULL:
+            x = self.below(x, p[i])
+            if x == NULL:
                 break
-            x = link[0]
             i += 1
         if best == NULL:
             return None
         if start == 0 and best_at == n:
-            return (query, self.value_of(best))
-        return (PyBytes_FromStringAndSize(p + start, best_at - start), self.value_of(best))
+            return (query, self.value_at(best))
+        return (PyBytes_FromStringAndSize(p + start, best_at - start), self.value_at(best))
 
     # ---- change -------------------------------------------------------------------------------------------------
 
@@ -280,11 +375,17 @@ cdef class Rax:
 
     cdef void replace(self, Node **link, Node *x) noexcept:
         """Puts `x` where link[0] was, and frees that."""
-        self.node_bytes += size_of(x.cap, x.length) - size_of(link[0].cap, link[0].length)
-        PyMem_Free(link[0])
+        drop_node(&self.pool, link[0])
         link[0] = x
 
-    cdef int split(self, Node **link, Py_ssize_t at, const char *rest, Py_ssize_t n, unsigned int slot,
+    cdef Node *leaf(self, const char *rest, Py_ssize_t n, uint32_t slot, PyObject *value) except NULL:
+        """The node behind the edge rest[0], for a key that ends after the n >= 1 bytes `rest`."""
+        cdef Node *x = new_node(&self.pool, True, 0, n - 1)
+        set_key(x, slot, value)
+        memcpy(shared(x), rest + 1, n - 1)
+        return x
+
+    cdef int split(self, Node **link, Py_ssize_t at, const char *rest, Py_ssize_t n, uint32_t slot,
                    PyObject *value) except -1:
         """Cuts link[0]'s shared bytes at `at`. The new key ends there (n = 0), or goes on with the n bytes `rest`."""
         cdef Node *x = link[0]
@@ -292,38 +393,46 @@ cdef class Rax:
         cdef Node *leaf = NULL
         cdef Node *upper
         try:
-            lower = new_node(x.slot, x.value, x.cap, shared(x) + at + 1, x.length - at - 1)
+            lower = new_node(&self.pool, slot_of(x) != NO_KEY, x.level, x.length - at - 1)
             if n:
-                leaf = new_node(slot, value, 0, rest + 1, n - 1)
-            upper = new_node(NO_KEY if n else slot, NULL if n else value, 2, shared(x), at)
+                leaf = self.leaf(rest, n, slot, value)
+            upper = new_node(&self.pool, n == 0, 1, at)
         except MemoryError:
-            PyMem_Free(lower)
-            PyMem_Free(leaf)
+            if lower != NULL:
+                drop_node(&self.pool, lower)
+            if leaf != NULL:
+                drop_node(&self.pool, leaf)
             raise
-        lower.n = x.n
-        memcpy(children(lower), children(x), x.n * sizeof(Node *))
-        memcpy(edges(lower), edges(x), x.n)
+        take_over(lower, x)
+        memcpy(shared(lower), shared(x) + at + 1, lower.length)
+        memcpy(shared(upper), shared(x), at)
         put_child(upper, shared(x)[at], lower)
-        self.node_bytes += size_of(lower.cap, lower.length)
         if leaf != NULL:
             put_child(upper, rest[0], leaf)
-            self.node_bytes += size_of(0, leaf.length)
+        else:
+            set_key(upper, slot, value)
         self.replace(link, upper)
         return 0
 
-    cdef int add_leaf(self, Node **link, const char *rest, Py_ssize_t n, unsigned int slot,
+    cdef int add_leaf(self, Node **link, const char *rest, Py_ssize_t n, uint32_t slot,
                       PyObject *value) except -1:
         """A new child of link[0] for the n >= 1 bytes `rest`."""
         cdef Node *x = link[0]
-        cdef Node *leaf = new_node(slot, value, 0, rest + 1, n - 1)
-        if x.n == x.cap:
+        cdef Node *leaf = self.leaf(rest, n, slot, value)
+        if x.n == cap_of(x.level):
             try:
-                self.replace(link, with_cap(x, max(2, 2 * x.cap)))
+                self.replace(link, resized(&self.pool, x, slot_of(x) != NO_KEY, x.level + 1))
             except MemoryError:
-                PyMem_Free(leaf)
+                drop_node(&self.pool, leaf)
                 raise
         put_child(link[0], rest[0], leaf)
-        self.node_bytes += size_of(0, leaf.length)
+        return 0
+
+    cdef int mark(self, Node **link, uint32_t slot, PyObject *value) except -1:
+        """The path to link[0] becomes a key."""
+        if not link[0].room:
+            self.replace(link, resized(&self.pool, link[0], True, link[0].level))
+        set_key(link[0], slot, value)
         return 0
 
     @cython.critical_section
@@ -353,28 +462,29 @@ cdef class Rax:
             if k < x.length:
                 break
             if i == n:
-                if x.slot != NO_KEY:
-                    x.value = <PyObject *>value
-                    self.values[x.slot] = value
+                if slot_of(x) != NO_KEY:
+                    set_key(x, slot_of(x), <PyObject *>value)
+                    self.values[slot_of(x)] = value
                     return False
                 break
             down = child_at(x, p[i])
             if down == NULL:
                 break
             link = down
+            fetch(link[0])
             i += 1
         slot = self.take_slot(value)
         try:
             if k < x.length:
                 self.split(link, k, p + i, n - i, slot, <PyObject *>value)
             elif i == n:
-                x.slot = slot
-                x.value = <PyObject *>value
+                self.mark(link, slot, <PyObject *>value)
             else:
                 self.add_leaf(link, p + i, n - i, slot, <PyObject *>value)
         except MemoryError:
             self.give_slot(slot)
             raise
+        self.high = <size_t><PyObject *>value & ~<size_t>0xFFFFFFFFF
         self.count += 1
         self.version += 1
         return True
@@ -383,7 +493,7 @@ cdef class Rax:
         """Removes the key and returns its value; raises KeyError."""
         cdef const char *p = PyBytes_AS_STRING(key)
         cdef Py_ssize_t n = PyBytes_GET_SIZE(key), i = 0
-        cdef unsigned int slot
+        cdef uint32_t slot
         cdef Node **link = &self.root
         cdef Node **above = NULL
         cdef Node **down
@@ -405,33 +515,31 @@ cdef class Rax:
             above = link
             link = down
             i += 1
-        slot = x.slot
+        slot = slot_of(x)
         if slot == NO_KEY:
             raise KeyError(key)
         if above == NULL or x.n > 1:
-            x.slot = NO_KEY
-            x.value = NULL
+            set_key(x, NO_KEY, NULL)
         elif x.n == 1:
             merged = self.merge(x, 0)
-            self.node_bytes -= size_of(children(x)[0].cap, children(x)[0].length)
-            PyMem_Free(children(x)[0])
+            drop_node(&self.pool, children(x)[0])
             self.replace(link, merged)
         else:
             parent = above[0]
             at = <int>(link - children(parent))
-            if above != &self.root and parent.slot == NO_KEY and parent.n == 2:
+            if above != &self.root and slot_of(parent) == NO_KEY and parent.n == 2:
                 merged = self.merge(parent, 1 - at)
-                self.node_bytes -= size_of(children(parent)[1 - at].cap, children(parent)[1 - at].length)
-                PyMem_Free(children(parent)[1 - at])
-            self.node_bytes -= size_of(x.cap, x.length)
-            PyMem_Free(x)
+                drop_node(&self.pool, children(parent)[1 - at])
+            drop_node(&self.pool, x)
             if merged != NULL:
                 self.replace(above, merged)
             else:
                 parent.n -= 1
                 memmove(children(parent) + at, children(parent) + at + 1, (parent.n - at) * sizeof(Node *))
+                if hinted(parent.level):
+                    memmove(hints(parent) + at, hints(parent) + at + 1, (parent.n - at) * sizeof(uint32_t))
                 memmove(edges(parent) + at, edges(parent) + at + 1, parent.n - at)
-                if parent.cap > 4 and parent.n <= parent.cap // 4:
+                if parent.level > 2 and parent.n <= cap_of(parent.level) // 4:
                     self.shrink(above)
         self.count -= 1
         self.version += 1
@@ -440,18 +548,8 @@ cdef class Rax:
     cdef Node *merge(self, Node *x, int i) except NULL:
         """Child `i` of `x` with the bytes of both; neither is changed."""
         cdef Node *c = children(x)[i]
-        cdef Node *y
-        cdef Py_ssize_t length = <Py_ssize_t>x.length + 1 + c.length
-        y = <Node *>PyMem_Malloc(size_of(c.cap, length))
-        if y == NULL:
-            raise MemoryError
-        y.value = c.value
-        y.slot = c.slot
-        y.length = <unsigned int>length
-        y.n = c.n
-        y.cap = c.cap
-        memcpy(children(y), children(c), c.n * sizeof(Node *))
-        memcpy(edges(y), edges(c), c.n)
+        cdef Node *y = new_node(&self.pool, slot_of(c) != NO_KEY, c.level, <Py_ssize_t>x.length + 1 + c.length)
+        take_over(y, c)
         memcpy(shared(y), shared(x), x.length)
         shared(y)[x.length] = edges(x)[i]
         memcpy(shared(y) + x.length + 1, shared(c), c.length)
@@ -460,7 +558,7 @@ cdef class Rax:
     cdef void shrink(self, Node **link) noexcept:
         # Room to spare is no error, so a failed allocation is none either.
         try:
-            self.replace(link, with_cap(link[0], link[0].cap // 2))
+            self.replace(link, resized(&self.pool, link[0], slot_of(link[0]) != NO_KEY, link[0].level - 1))
         except MemoryError:
             pass
 
@@ -478,15 +576,20 @@ cdef class Rax:
 
     @cython.critical_section
     def clear(self):
-        cdef Node *old = self.root
+        cdef Pool old = self.pool
         cdef list values = self.values
-        self.root = new_node(NO_KEY, NULL, 0, b"", 0)
-        self.values = []
+        cdef list none = []
+        memset(&self.pool, 0, sizeof(Pool))
+        try:
+            self.root = new_node(&self.pool, False, 0, 0)
+        except MemoryError:
+            self.pool = old
+            raise
+        self.values = none
         self.n_free = 0
         self.count = 0
-        self.node_bytes = size_of(0, 0)
         self.version += 1
-        free_nodes(old)
+        release(&old)
         del values
 
     # ---- walks --------------------------------------------------------------------------------------------------
@@ -510,16 +613,15 @@ cdef class Rax:
             f = walk.stack + walk.depth - 1
             x = f.node
             if f.next == -1:
-                size += size_of(x.cap, x.length)
-                assert x.n <= x.cap <= 256, "children fit"
-                assert x == self.root or x.slot != NO_KEY or x.n > 1, "a node has a key or branches"
+                size += block_of(x)
+                assert x.n <= cap_of(x.level) <= 256, "children fit"
+                assert x == self.root or slot_of(x) != NO_KEY or x.n > 1, "a node has a key or branches"
                 for i in range(1, x.n):
                     assert edges(x)[i - 1] < edges(x)[i], "edges ascend"
-                assert x.slot != NO_KEY or x.value == NULL, "a node without a key has no value"
-                if x.slot != NO_KEY:
-                    assert x.value == PyList_GET_ITEM(self.values, x.slot), "a node's value is its slot's"
+                if slot_of(x) != NO_KEY:
+                    assert value_of(x) == PyList_GET_ITEM(self.values, slot_of(x)), "a value is its slot's"
                     keys += 1
-                    slots.add(x.slot)
+                    slots.add(slot_of(x))
                 f.next = 0
             if f.next < x.n:
                 f.next += 1
@@ -530,31 +632,7 @@ cdef class Rax:
         for i in range(self.n_free):
             assert self.free[i] not in slots, "a free slot belongs to no key"
         assert keys + self.n_free == len(self.values) <= self.cap_free, "every slot is used or free"
-        assert size == self.node_bytes, "memory is counted"
-
-
-cdef void free_nodes(Node *x) noexcept:
-    """Frees a tree without recursion or memory: the first child's link of a node leads back to its parent."""
-    cdef Node *parent = NULL
-    cdef Node *child
-    while x != NULL:
-        if x.n:
-            x.n -= 1
-            child = children(x)[x.n]
-            if x.n == 0:
-                # The last child takes over the parent: `x` itself is done.
-                PyMem_Free(x)
-                x = child
-            else:
-                # Descend; remember the way back in the slot that was just taken.
-                children(x)[x.n] = parent
-                parent = x
-                x = child
-        else:
-            PyMem_Free(x)
-            x = parent
-            if x != NULL:
-                parent = children(x)[x.n]
+        assert size == self.pool.used, "memory is counted"
 
 
 @cython.final
@@ -643,9 +721,9 @@ cdef class Walk:
             x = f.node
             if f.next == -1:
                 f.next = 0
-                if x.slot != NO_KEY:
+                if slot_of(x) != NO_KEY:
                     key = PyBytes_FromStringAndSize(self.key, f.key_length)
-                    return (key, self.tree.value_of(x)) if self.pairs else key
+                    return (key, self.tree.value_at(x)) if self.pairs else key
             if f.next < x.n:
                 self.key[f.key_length] = edges(x)[f.next]
                 f.next += 1

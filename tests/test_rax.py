@@ -263,7 +263,8 @@ def test_failing_allocations_change_nothing() -> None:
                 break
             tree.check()
             assert (key in tree) is grow
-    assert failures > 10
+    # Nodes share slabs; each is an allocation of its own only under AddressSanitizer.
+    assert failures > 2
 
 
 def test_fuzz_target() -> None:
