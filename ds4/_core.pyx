@@ -98,6 +98,52 @@ cdef extern from *:
       }
       return i;
     }
+    /* Sixteen ids make a block: they are converted beside the rounds of the block before. */
+    #if defined(__x86_64__)
+    typedef struct {
+      PyObject** items;
+      Py_ssize_t n;
+      uint32_t words[2][16];
+    } ds4_id_source;
+    static inline const uint8_t* ds4_next_ids(void* from, int64_t block) {
+      ds4_id_source* s = (ds4_id_source*)from;
+      PyObject** items = s->items + 16 * block;
+      uint32_t* words = s->words[block & 1];
+      const int ahead = s->n - 16 * (Py_ssize_t)block >= 48;
+      int64_t value = 0, all = 0;
+      int i, good = 1;
+      for (i = 0; i < 16; ++i) {
+        if (ahead) __builtin_prefetch(items[i + 32]);
+        good &= ds4_brief_int(items[i], &value);
+        all |= value;
+        words[i] = (uint32_t)value;
+      }
+      return good && all >= 0 ? (const uint8_t*)words : NULL;
+    }
+    DS4_SHA1_NI static Py_ssize_t ds4_hash_ids_ni(ds4_sha1* h, PyObject** items, Py_ssize_t n) {
+      ds4_id_source s = {items, n, {{0}}};
+      return 16 * (Py_ssize_t)ds4_sha1_from_ni(h->state, ds4_next_ids, &s, n / 16);
+    }
+    static inline const uint8_t* ds4_next_signed(void* from, int64_t block) {
+      const int32_t* words = (const int32_t*)from + 16 * block;
+      int32_t all = 0;
+      int i;
+      for (i = 0; i < 16; ++i) all |= words[i];
+      return all >= 0 ? (const uint8_t*)words : NULL;
+    }
+    DS4_SHA1_NI static Py_ssize_t ds4_hash_signed_ni(ds4_sha1* h, const int32_t* p, Py_ssize_t n) {
+      return 16 * (Py_ssize_t)ds4_sha1_from_ni(h->state, ds4_next_signed, (void*)p, n / 16);
+    }
+    #endif
+    /* Hashes ids in whole blocks up to the first that needs another way; says how many. */
+    static Py_ssize_t ds4_hash_ids(ds4_sha1* h, PyObject** items, Py_ssize_t n) {
+      Py_ssize_t done = 0;
+    #if defined(__x86_64__)
+      if (ds4_sha1_blocks == ds4_sha1_blocks_ni && h->size % 64 == 0) done = ds4_hash_ids_ni(h, items, n);
+      h->size += 4 * (uint64_t)done;
+    #endif
+      return done;
+    }
     static int ds4_any_negative(const int32_t* p, Py_ssize_t n) {
       uint32_t any[16] = {0}, all = 0;
       int k;
@@ -108,6 +154,21 @@ cdef extern from *:
       for (k = 0; k < 16; ++k) all |= any[k];
       return all >> 31;
     }
+    /* Hashes ids in pieces that stay in the first cache, up to a piece with a negative one; says how many. */
+    static Py_ssize_t ds4_hash_signed(ds4_sha1* h, const int32_t* p, Py_ssize_t n) {
+      Py_ssize_t done = 0;
+    #if defined(__x86_64__)
+      if (ds4_sha1_blocks == ds4_sha1_blocks_ni && h->size % 64 == 0) done = ds4_hash_signed_ni(h, p, n);
+      h->size += 4 * (uint64_t)done;
+    #endif
+      while (done < n) {
+        const Py_ssize_t some = n - done < 1024 ? n - done : 1024;
+        if (ds4_any_negative(p + done, some)) break;
+        ds4_sha1_update(h, (const uint8_t*)(p + done), 4 * (int64_t)some);
+        done += some;
+      }
+      return done;
+    }
     #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
     enum { DS4_LITTLE_ENDIAN = 1 };
     #else
@@ -116,7 +177,8 @@ cdef extern from *:
     """
     Py_ssize_t ds4_brief_ints(PyObject** items, Py_ssize_t n, int64_t* values) noexcept
     Py_ssize_t ds4_brief_ids(PyObject** items, Py_ssize_t n, uint32_t* ids) noexcept
-    bint ds4_any_negative(const int32_t* p, Py_ssize_t n) noexcept
+    Py_ssize_t ds4_hash_ids(ds4_sha1* h, PyObject** items, Py_ssize_t n) noexcept
+    Py_ssize_t ds4_hash_signed(ds4_sha1* h, const int32_t* p, Py_ssize_t n) noexcept nogil
     int DS4_LITTLE_ENDIAN
 
 cdef enum:
@@ -223,10 +285,15 @@ cdef int hash_tokens(ds4_sha1* h, object tokens) except -1:
     try:
         if t.width == 4 and DS4_LITTLE_ENDIAN:
             if t.signed:
-                if ds4_any_negative(<const int32_t*>t.data, t.n):
-                    for i in range(t.n):
-                        if (<const int32_t*>t.data)[i] < 0:
-                            raise ValueError(f"token id {(<const int32_t*>t.data)[i]} at {i} is negative")
+                if 4 * t.n >= LONG_WORK:
+                    with nogil:
+                        at = ds4_hash_signed(h, <const int32_t*>t.data, t.n)
+                else:
+                    at = ds4_hash_signed(h, <const int32_t*>t.data, t.n)
+                for i in range(at, t.n):
+                    if (<const int32_t*>t.data)[i] < 0:
+                        raise ValueError(f"token id {(<const int32_t*>t.data)[i]} at {i} is negative")
+                return 0
             if 4 * t.n >= LONG_WORK:
                 with nogil:
                     ds4_sha1_update(h, t.data, 4 * t.n)
@@ -234,6 +301,8 @@ cdef int hash_tokens(ds4_sha1* h, object tokens) except -1:
                 ds4_sha1_update(h, t.data, 4 * t.n)
             return 0
         with cython.critical_section(tokens):
+            if t.width == 0 and DS4_LITTLE_ENDIAN and t.n <= PySequence_Fast_GET_SIZE(tokens):
+                at = ds4_hash_ids(h, PySequence_Fast_ITEMS(tokens), t.n)
             while at < t.n:
                 n = min(<Py_ssize_t>CHUNK, t.n - at)
                 if t.width == 0 and DS4_LITTLE_ENDIAN and at + n <= PySequence_Fast_GET_SIZE(tokens):

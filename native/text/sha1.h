@@ -65,6 +65,8 @@ static void ds4_sha1_blocks_portable(uint32_t* state, const uint8_t* p, int64_t 
 
 #if defined(__x86_64__)
 
+// A register of its own for the copy: the chain of `abcd` stays in one, without moves.
+#define DS4_SHA1_COPY(x) __asm__("" : "+x"(x))
 // Four rounds: `g` counts them from 0 to 19, `f` = g / 5 picks function and constant. The first four message vectors
 // come from the block, the others from the four before them.
 #define DS4_SHA1_ROUNDS(g, f)                                                                            \
@@ -75,18 +77,31 @@ static void ds4_sha1_blocks_portable(uint32_t* state, const uint8_t* p, int64_t 
     }                                                                                                    \
     const __m128i in = g == 0 ? _mm_add_epi32(before, w[0]) : _mm_sha1nexte_epu32(before, w[g & 3]);     \
     before = abcd;                                                                                       \
+    DS4_SHA1_COPY(before);                                                                               \
     abcd = _mm_sha1rnds4_epu32(abcd, in, f);                                                             \
   } while (0)
 
-__attribute__((target("sha,ssse3,sse4.1"))) static void ds4_sha1_blocks_ni(uint32_t* state, const uint8_t* p,
-                                                                           int64_t blocks) {
+#define DS4_SHA1_NI __attribute__((target("sha,ssse3,sse4.1")))
+
+// Gives the bytes of a block, NULL if there are none.
+typedef const uint8_t* (*ds4_sha1_source)(void* from, int64_t block);
+
+// Hashes the blocks that `source` gives, up to its first NULL; returns how many. The next block is asked for before the
+// rounds of this one: a block is one chain of dependent instructions, beside which the source's work costs little.
+DS4_SHA1_NI static inline __attribute__((always_inline)) int64_t ds4_sha1_from_ni(uint32_t* state,
+                                                                                  ds4_sha1_source source, void* from,
+                                                                                  int64_t blocks) {
   const __m128i swap = _mm_set_epi64x(0x0001020304050607, 0x08090A0B0C0D0E0F);
   __m128i abcd = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i*)state), 0x1B);
   __m128i e = _mm_set_epi32((int)state[4], 0, 0, 0);
-  for (; blocks > 0; --blocks, p += 64) {
+  int64_t done = 0;
+  const uint8_t* p = blocks > 0 ? source(from, 0) : NULL;
+  while (p) {
     const __m128i abcd_in = abcd, e_in = e;
     __m128i before = e, w[4];
     for (int i = 0; i < 4; ++i) w[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(p + 16 * i)), swap);
+    ++done;
+    p = done < blocks ? source(from, done) : NULL;
     DS4_SHA1_ROUNDS(0, 0);
     DS4_SHA1_ROUNDS(1, 0);
     DS4_SHA1_ROUNDS(2, 0);
@@ -112,8 +127,18 @@ __attribute__((target("sha,ssse3,sse4.1"))) static void ds4_sha1_blocks_ni(uint3
   }
   _mm_storeu_si128((__m128i*)state, _mm_shuffle_epi32(abcd, 0x1B));
   state[4] = (uint32_t)_mm_extract_epi32(e, 3);
+  return done;
 }
 #undef DS4_SHA1_ROUNDS
+#undef DS4_SHA1_COPY
+
+static inline const uint8_t* ds4_sha1_memory(void* from, int64_t block) {
+  return (const uint8_t*)from + 64 * block;
+}
+
+DS4_SHA1_NI static void ds4_sha1_blocks_ni(uint32_t* state, const uint8_t* p, int64_t blocks) {
+  ds4_sha1_from_ni(state, ds4_sha1_memory, (void*)p, blocks);
+}
 
 #endif  // __x86_64__
 
