@@ -33,7 +33,7 @@ from cpython.unicode cimport PyUnicode_Check
 from libc.math cimport isfinite
 from libc.stdint cimport INT64_MAX, INT64_MIN, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
-from libc.string cimport memchr, memcmp, memcpy
+from libc.string cimport memcmp, memcpy
 
 
 cdef extern from "Python.h":
@@ -58,6 +58,7 @@ cdef extern from "../native/text/json.h" nogil:
         DS4_JSON_N_ISA
         DS4_JSON_SIZE
         DS4_JSON_MEMORY
+        DS4_SLACK
     int64_t DS4_JSON_MAX_BYTES
 
     ctypedef struct ds4_json_frame:
@@ -72,6 +73,7 @@ cdef extern from "../native/text/json.h" nogil:
         uint64_t* words
         int64_t n
         int64_t capacity
+        int large_numbers
         int64_t steps
         int error
         int64_t error_at
@@ -93,6 +95,7 @@ cdef extern from "../native/text/json.h" nogil:
     int64_t ds4_tape_start(const uint64_t* w)
     int64_t ds4_tape_second(const uint64_t* w)
     unsigned ds4_tape_flags(const uint64_t* w)
+    bint ds4_json_may_be_infinite(unsigned flags, int64_t length)
     int64_t ds4_tape_next(const uint8_t* body, const uint64_t* words, int64_t at)
     int64_t ds4_tape_end(const uint8_t* body, const uint64_t* words, int64_t at)
     uint8_t* ds4_put_escaped(uint8_t* out, uint32_t c, int all)
@@ -228,10 +231,12 @@ cdef Tape scan(object data):
         with memoryview(data) as view:
             tape.body = view.tobytes()
     cdef Py_ssize_t size = PyBytes_GET_SIZE(tape.body)
+    cdef ds4_json_frame frames[DS4_JSON_MAX_DEPTH]
     if size > DS4_JSON_MAX_BYTES:
         raise JSONError(ds4_json_message(DS4_JSON_SIZE).decode(), "$", DS4_JSON_MAX_BYTES, True)
     tape.t.body = <const uint8_t*>PyBytes_AS_STRING(tape.body)
     tape.t.size = size
+    tape.t.frames = frames
     if size >= LONG_WORK:
         with nogil:
             kernels.scan(&tape.t)
@@ -241,6 +246,7 @@ cdef Tape scan(object data):
         if tape.t.error == DS4_JSON_MEMORY:
             raise MemoryError
         raise JSONError(ds4_json_message(tape.t.error).decode(), error_path(tape), tape.t.error_at, True)
+    tape.t.frames = NULL
     return tape
 
 
@@ -362,10 +368,11 @@ cdef object load(Tape tape, int64_t* at):
 
 
 cdef bint all_finite(Tape tape, int64_t at, int64_t last) except -1:
-    """Are all numbers in these words finite as doubles? Without exponent, 308 digits always are."""
+    """Are all numbers in these words finite as doubles?"""
     cdef const uint64_t* w
     cdef const uint8_t* p
-    cdef int64_t size
+    if not tape.t.large_numbers:
+        return True
     while at < last:
         w = tape.t.words + at
         p = tape.t.body + ds4_tape_start(w)
@@ -373,8 +380,7 @@ cdef bint all_finite(Tape tape, int64_t at, int64_t last) except -1:
             at += 2
             continue
         if p[0] == c"-" or c"0" <= p[0] <= c"9":
-            size = ds4_tape_second(w)
-            if size > 300 or memchr(p, c"e", size) != NULL or memchr(p, c"E", size) != NULL:
+            if ds4_json_may_be_infinite(ds4_tape_flags(w), ds4_tape_second(w)):
                 if not isfinite(float_at(tape, at)):
                     return False
         at = ds4_tape_next(tape.t.body, tape.t.words, at)
@@ -400,7 +406,7 @@ cdef object printed(Tape tape, int64_t at, bint canonical_form, tuple drop):
     cdef uint8_t* end
     if canonical_form and not all_finite(tape, at, last):
         return decode_valid(tape.t.body + start, size)
-    out = <uint8_t*>PyMem_RawMalloc(size + (last - at) + 8)
+    out = <uint8_t*>PyMem_RawMalloc(size + (last - at) + 8 + DS4_SLACK)
     if out == NULL:
         raise MemoryError
     try:

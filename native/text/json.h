@@ -167,6 +167,18 @@ static inline uint8_t* ds4_put_escaped(uint8_t* out, uint32_t c, int all) {
   return out + 5;
 }
 
+// Copies n bytes and returns the end. Most are few: those are copied as DS4_SLACK, which both sides must bear; `limit`
+// says where the source ends.
+enum { DS4_SLACK = 32 };
+static inline uint8_t* ds4_copy(uint8_t* out, const uint8_t* p, int64_t n, const uint8_t* limit) {
+  if (n <= DS4_SLACK && limit - p >= DS4_SLACK) {
+    memcpy(out, p, DS4_SLACK);
+  } else {
+    memcpy(out, p, (size_t)n);
+  }
+  return out + n;
+}
+
 // A string literal in canonical spelling, never longer than its source.
 static inline uint8_t* ds4_put_canonical_string(uint8_t* out, const uint8_t* p, int64_t length) {
   const uint8_t* const limit = p + length - 1;
@@ -174,8 +186,7 @@ static inline uint8_t* ds4_put_canonical_string(uint8_t* out, const uint8_t* p, 
   while (p < limit) {
     const uint8_t* slash = (const uint8_t*)memchr(p, '\\', (size_t)(limit - p));
     const uint8_t* stop = slash != NULL ? slash : limit;
-    memcpy(out, p, (size_t)(stop - p));
-    out += stop - p;
+    out = ds4_copy(out, p, stop - p, limit);
     p = stop;
     while (p < limit && *p == '\\') {
       int taken;
@@ -189,7 +200,8 @@ static inline uint8_t* ds4_put_canonical_string(uint8_t* out, const uint8_t* p, 
 }
 
 // Prints the value at `at`. canonical: ", " and ": " and canonical strings; else "," and ":" and strings as they are.
-// `out` must have room for the value's bytes plus one for each of its words. Iterative: the tape is the order.
+// `out` must have room for the value's bytes, one for each of its words and DS4_SLACK. Iterative: the tape is the
+// order.
 static inline uint8_t* ds4_json_print(const ds4_json_tape* t, int64_t at, int canonical, uint8_t* out) {
   const uint8_t* const body = t->body;
   const int64_t last = ds4_tape_next(body, t->words, at);
@@ -236,8 +248,7 @@ static inline uint8_t* ds4_json_print(const ds4_json_tape* t, int64_t at, int ca
     if (canonical && *p == '"' && (ds4_tape_flags(w) & DS4_ESCAPED) != 0) {
       out = ds4_put_canonical_string(out, p, length);
     } else {
-      memcpy(out, p, (size_t)length);
-      out += length;
+      out = ds4_copy(out, p, length, body + t->size);
     }
     at += 1 + (*p == '"' && ds4_tape_flags(w) != 0);
   }

@@ -205,7 +205,7 @@ static inline const uint8_t* DS4_FN(scan_number)(const uint8_t* p, unsigned* fla
     while (*p >= '0' && *p <= '9');
   }
   if ((*p | 32) == 'e') {
-    *flags = DS4_FLOAT;
+    *flags = DS4_FLOAT | DS4_EXPONENT;
     ++p;
     if (*p == '+' || *p == '-') ++p;
     if (*p < '0' || *p > '9') return NULL;
@@ -227,7 +227,7 @@ static int DS4_FN(json_scan)(ds4_json_tape* t) {
   ds4_json_error error = DS4_JSON_OK;
   const uint8_t* fault = NULL;
   DS4_FN(string) s;
-  int is_name = 0;
+  int is_name = 0, large = 0;
 
   p = DS4_FN(skip_space)(p);
   if (p == limit) {
@@ -321,6 +321,7 @@ value:
         goto done;
       }
       words[n++] = ds4_tape_word(p - body, end - p, flags);
+      large |= ds4_json_may_be_infinite(flags, end - p);
       p = end;
       break;
     }
@@ -393,6 +394,7 @@ bad_literal:
   error = DS4_JSON_LITERAL;
 
 done:
+  t->large_numbers = large;
   t->words = words;
   t->n = n;
   t->capacity = capacity;

@@ -24,7 +24,8 @@
 #include <stdint.h>
 
 enum { DS4_JSON_MAX_DEPTH = 256 };
-enum { DS4_ESCAPED = 1, DS4_WIDE = 2, DS4_FLOAT = 1 };  // DS4_WIDE: bytes >= 0x80; DS4_FLOAT: fraction or exponent
+enum { DS4_ESCAPED = 1, DS4_WIDE = 2 };                              // of strings; DS4_WIDE: bytes >= 0x80
+enum { DS4_FLOAT = 1, DS4_EXPONENT = 2 };                            // of numbers; DS4_FLOAT: fraction or exponent
 enum { DS4_ASCII = 0, DS4_LATIN1 = 1, DS4_UCS2 = 2, DS4_UCS4 = 3 };  // width class of the widest character
 
 #define DS4_JSON_MAX_BYTES ((INT64_C(1) << 30) - 1)
@@ -110,11 +111,12 @@ typedef struct {
   uint64_t* words;
   int64_t n;
   int64_t capacity;
-  int64_t steps;  // tokens and string blocks, for tests of linearity
+  int large_numbers;  // is there a number that may be infinite as a double?
+  int64_t steps;      // tokens and string blocks, for tests of linearity
   ds4_json_error error;
   int64_t error_at;  // offset of the byte at fault
   int depth;
-  ds4_json_frame frames[DS4_JSON_MAX_DEPTH];
+  ds4_json_frame* frames;  // DS4_JSON_MAX_DEPTH of them, the caller's: needed as long as a scan and its error report
 } ds4_json_tape;
 
 static inline int64_t ds4_tape_start(const uint64_t* w) {
@@ -128,6 +130,11 @@ static inline unsigned ds4_tape_flags(const uint64_t* w) {
 }
 static inline uint64_t ds4_tape_word(int64_t first, int64_t second, unsigned flags) {
   return (uint64_t)first | (uint64_t)second << 30 | (uint64_t)flags << 60;
+}
+
+// Without exponent, 308 digits are always finite.
+static inline int ds4_json_may_be_infinite(unsigned flags, int64_t length) {
+  return (flags & DS4_EXPONENT) != 0 || length > 300;
 }
 
 static inline int ds4_json_is_container(uint8_t first) {
