@@ -44,6 +44,7 @@ from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.string cimport memchr, memcmp, memcpy, memmove
 
 import json
+from urllib.parse import unquote
 
 cdef extern from "Python.h":
     str PyUnicode_DecodeUTF8Stateful(const char *s, Py_ssize_t n, const char *errors, Py_ssize_t *consumed)

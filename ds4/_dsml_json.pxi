@@ -289,54 +289,142 @@ _TYPE_BITS = {
 }
 
 
-def _types_of(schema, depth=0):
-    """Bits of the types that a JSON schema admits; T_ANY where it does not say."""
-    if not isinstance(schema, dict) or depth > 16:
-        return T_ANY
-    names = schema.get("type")
-    if isinstance(names, str):
-        names = [names]
-    if isinstance(names, list) and names:
-        bits = 0
-        for name in names:
-            bits |= _TYPE_BITS.get(name, T_ANY) if isinstance(name, str) else T_ANY
+cdef enum:
+    SCHEMA_DEPTH = 128  # combinators and references inside each other; deeper ones say nothing
+
+
+cdef int meet(int a, int b):
+    """What two schemas admit together; those that exclude each other say nothing."""
+    if a & T_ANY:
+        return b
+    if b & T_ANY:
+        return a
+    return a & b or T_ANY
+
+
+def _type_of_value(value):
+    if isinstance(value, str):
+        return T_STRING
+    if isinstance(value, bool):
+        return T_BOOL
+    if value is None:
+        return T_NULL
+    if isinstance(value, (int, float)):
+        return T_NUMBER
+    return T_ARRAY if isinstance(value, list) else T_OBJECT
+
+
+@cython.final
+@cython.internal
+cdef class Declared:
+    """The types of a tool's parameters (JSON Schema 2020-12), with local references and combinators resolved.
+
+    A reference is looked up in the schema of the parameters, then in what surrounds it, and its types are found once:
+    so the work is bounded by the text, however often its parts refer to each other.
+    """
+
+    cdef list roots
+    cdef dict known         # id of a schema that is referred to -> type bits; T_ANY while they are looked for
+    cdef set visited        # ids of the schemas that were referred to and whose properties were taken
+    cdef dict properties
+
+    def __init__(self, list roots):
+        self.roots = roots
+        self.known = {}
+        self.visited = set()
+        self.properties = {}
+
+    cdef object target(self, str reference):
+        """The schema that `#` or `#/pointer` (RFC 6901, percent-encoded) names, None if there is none."""
+        if reference == "#":
+            return self.roots[0]
+        if not reference.startswith("#/"):
+            return None
+        for schema in self.roots:
+            for part in unquote(reference[2:]).split("/"):
+                part = part.replace("~1", "/").replace("~0", "~")
+                if isinstance(schema, dict):
+                    schema = schema.get(part)
+                elif isinstance(schema, list) and part.isdecimal() and len(part) < 6 and int(part) < len(schema):
+                    schema = schema[int(part)]
+                else:
+                    schema = None
+                    break
+            if schema is not None:
+                return schema
+        return None
+
+    cdef int types_of(self, object schema, int depth) except -1:
+        """Bits of the types that a JSON schema admits; T_ANY where it does not say."""
+        cdef int bits = T_ANY, some
+        if not isinstance(schema, dict) or depth > SCHEMA_DEPTH:
+            return T_ANY
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            target = self.target(reference)
+            known = self.known.get(id(target))
+            if known is None:
+                self.known[id(target)] = T_ANY
+                known = self.known[id(target)] = self.types_of(target, depth + 1)
+            bits = known
+        names = schema.get("type")
+        if isinstance(names, str):
+            names = [names]
+        if isinstance(names, list) and names:
+            some = 0
+            for name in names:
+                some |= _TYPE_BITS.get(name, T_ANY) if isinstance(name, str) else T_ANY
+            bits = meet(bits, some)
+        for word in ("anyOf", "oneOf"):
+            if isinstance(schema.get(word), list) and schema[word]:
+                some = 0
+                for branch in schema[word]:
+                    some |= self.types_of(branch, depth + 1)
+                bits = meet(bits, some)
+        if isinstance(schema.get("allOf"), list):
+            for branch in schema["allOf"]:
+                bits = meet(bits, self.types_of(branch, depth + 1))
+        values = schema.get("enum")
+        if values is None and "const" in schema:
+            values = [schema["const"]]
+        if isinstance(values, list) and values:
+            some = 0
+            for value in values:
+                some |= _type_of_value(value)
+            bits = meet(bits, some)
         return bits
-    for word in ("anyOf", "oneOf"):
-        if isinstance(schema.get(word), list) and schema[word]:
-            bits = 0
-            for branch in schema[word]:
-                bits |= _types_of(branch, depth + 1)
-            return bits
-    values = schema.get("enum")
-    if values is None and "const" in schema:
-        values = [schema["const"]]
-    if isinstance(values, list) and values:
-        bits = 0
-        for value in values:
-            if isinstance(value, str):
-                bits |= T_STRING
-            elif isinstance(value, bool):
-                bits |= T_BOOL
-            elif value is None:
-                bits |= T_NULL
-            elif isinstance(value, (int, float)):
-                bits |= T_NUMBER
-            else:
-                bits |= T_ARRAY if isinstance(value, list) else T_OBJECT
-        return bits
-    return T_ANY
+
+    cdef int take(self, object schema, int depth) except -1:
+        """Adds the properties of an object's schema, of what it refers to and of what it is joined from."""
+        if not isinstance(schema, dict) or depth > SCHEMA_DEPTH:
+            return 0
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            target = self.target(reference)
+            if id(target) not in self.visited:
+                self.visited.add(id(target))
+                self.take(target, depth + 1)
+        if isinstance(schema.get("allOf"), list):
+            for branch in schema["allOf"]:
+                self.take(branch, depth + 1)
+        if isinstance(schema.get("properties"), dict):
+            for name, value in schema["properties"].items():
+                self.properties[name] = meet(self.properties.get(name, T_ANY), self.types_of(value, depth + 1))
+        return 0
 
 
 def _properties_of(text):
     """property name -> type bits, of a tool's schema or of its parameters' schema; {} if it is not readable."""
+    cdef Declared declared
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
         return {}
+    roots = [schema]
     for word in ("function", "parameters", "input_schema"):
         if isinstance(schema, dict) and isinstance(schema.get(word), dict) and "properties" not in schema:
             schema = schema[word]
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if not isinstance(properties, dict):
-        return {}
-    return {key: _types_of(value) for key, value in properties.items()}
+            roots.insert(0, schema)
+    declared = Declared(roots)
+    declared.take(schema, 0)
+    return declared.properties

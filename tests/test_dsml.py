@@ -319,6 +319,63 @@ def test_declared_types(syntax: str, schema: dict[str, Any], value: str, want: A
         assert [json.loads(c.arguments) for c in r.calls] == [{"v": want}]
 
 
+DEFS: dict[str, Any] = {
+    "S": {"type": "string"},
+    "N": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "L": {"$ref": "#/definitions/list"},
+    "a/b~c": {"enum": ["x"]},
+    "loop": {"$ref": "#/$defs/loop"},
+    "two": {"allOf": [{"type": ["string", "integer"]}, {"$ref": "#/$defs/N"}]},
+    "kinds": [{"type": "boolean"}, {"type": "string"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "want"),
+    [
+        ({"$ref": "#/$defs/S"}, "42", "42"),
+        ({"$ref": "#/$defs/S", "description": "no JSON"}, "null", "null"),
+        ({"$ref": "#/$defs/N"}, "null", None),
+        ({"$ref": "#/$defs/L"}, '["a"]', ["a"]),
+        ({"$ref": "#/$defs/a~1b~0c"}, "x", "x"),
+        ({"$ref": "#/%24defs/S"}, "42", "42"),
+        ({"$ref": "#/$defs/kinds/1"}, "true", "true"),
+        ({"$ref": "#/$defs/kinds/2"}, "true", True),
+        ({"$ref": "#/$defs/loop"}, "42", 42),
+        ({"$ref": "#/$defs/none"}, "42", 42),
+        ({"$ref": "other.json#/S"}, "42", 42),
+        ({"$ref": "#"}, '{"a":1}', {"a": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/S"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"$ref": "#/$defs/S"}, {"type": "null"}]}, "42", "42"),
+        ({"oneOf": [{"$ref": "#/$defs/S"}, {"$ref": "#/$defs/N"}]}, "42", 42),
+        ({"allOf": [{"$ref": "#/$defs/S"}, {"description": "x"}]}, "42", "42"),
+        ({"$ref": "#/$defs/two"}, "42", 42),
+        ({"type": ["string", "null"], "anyOf": [{"type": "string"}]}, "null", "null"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "42", 42),
+        (True, "42", 42),
+    ],
+)
+def test_declared_types_by_reference(schema: Any, value: str, want: Any) -> None:
+    """In Qwen's syntax, where an undeclared value that is JSON becomes JSON: only a found declaration keeps text."""
+    text = f"<tool_call>\n<function=f>\n<parameter=v>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    inside = {"properties": {"v": schema}, "$defs": DEFS, "definitions": {"list": {"type": "array"}}}
+    around = {"name": "f", "parameters": {"properties": {"v": schema}}, "$defs": DEFS, "definitions": {"list": {}}}
+    joined = {"$ref": "#/$defs/own", "$defs": {**DEFS, "own": {"allOf": [{"properties": {"v": schema}}]}}}
+    for shape in (inside, {"name": "f", "parameters": inside}, around, joined):
+        r = run([text.encode()], "eos", "qwen", tools=True, schemas=[("f", json.dumps(shape))])
+        assert [json.loads(c.arguments) for c in r.calls] == [{"v": want}]
+
+
+def test_references_that_double_are_resolved_once() -> None:
+    """Sixty schemas, each of two references to the next: 2**60 paths."""
+    defs: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
+    shape = {"properties": {"v": {"$ref": "#/$defs/d0"}, "w": {"$ref": "#/$defs/d40"}}, "$defs": defs}
+    defs["d60"] = {"type": "string"}
+    text = b"<tool_call>\n<function=f>\n<parameter=v>\n42\n</parameter>\n</function>\n</tool_call>"
+    r = run([text], "eos", "qwen", tools=True, schemas=[("f", json.dumps(shape))])
+    assert json.loads(r.calls[0].arguments) == {"v": "42"}
+
+
 @pytest.mark.parametrize("schema", ["", "nonsense", "[]", "null", '{"properties":7}', "[" * 100_000])
 def test_an_unreadable_schema_declares_nothing(schema: str) -> None:
     text = b"<tool_call>\n<function=f>\n<parameter=v>\n42\n</parameter>\n</function>\n</tool_call>"
