@@ -47,6 +47,8 @@ def float_to_bf16(value: float) -> int: ...
 Tokens = Sequence[int] | npt.NDArray[np.int32]
 StateSpec = tuple[str, str, int, int, int, int, int]
 """(name, kind, type id, heads, width, ratio, capacity) of one state buffer; kinds as in native/ops.h."""
+KeptSpec = tuple[str, str, int, int, int, int, int, bool]
+"""The same of a model's buffer, and whether only drafts are made from it. Rings: `capacity` rows are the session's."""
 
 NativeTensor = tuple[memoryview, tuple[int, ...], int] | tuple[memoryview, tuple[int, ...], int, memoryview]
 """(bytes, shape, type id), or with the E8M0 scales of a matrix of type F8_E4M3 or F4 as the fourth item."""
@@ -97,7 +99,7 @@ class Model:
     @property
     def resident_bytes(self) -> int: ...
     @property
-    def state_specs(self) -> list[StateSpec]: ...
+    def state_specs(self) -> list[KeptSpec]: ...
     def buffer_rows(self, index: int, tokens: int) -> int:
         """Rows of a buffer that a payload of so many tokens holds."""
 
@@ -107,9 +109,30 @@ class Model:
         """[layers + 1, T, width]: the residual stream before each layer, and the final norm's output."""
 
     def step(
-        self, rows: Sequence[tuple[Session, Tokens, Sampler | None, bool]]
+        self,
+        rows: Sequence[
+            tuple[Session, Tokens, Sampler | None, bool] | tuple[Session, Tokens, Sampler | None, bool, Tokens]
+        ],
     ) -> list[tuple[int | None, tuple[float, list[tuple[int, float]]] | None]]:
-        """One forward pass over rows (session, tokens, sampler, want_logits); see `EngineLike.step`."""
+        """One forward pass over rows (session, tokens, sampler, want_logits, drafts); see `EngineLike.step`.
+
+        Drafts are evaluated behind the tokens and taken in by `Session.advance`; at most `most_ahead`.
+        """
+
+    @property
+    def drafter(self) -> str | None:
+        """What drafts: "mtp", "dspark", or nothing."""
+
+    @property
+    def most_ahead(self) -> int:
+        """Tokens that one step may evaluate beyond those that a session keeps."""
+
+    def draft(self, rows: Sequence[tuple[Session, int, int]]) -> list[list[int]]:
+        """Rows (session, token, most): the drafter's guesses of what follows the token. Raises ValueError without a
+        drafter, else as `step`."""
+
+    def draft_logits(self, session: Session, token: int, most: int) -> tuple[list[int], npt.NDArray[np.float32]]:
+        """Guesses for one session and the logits that each was chosen by, [guesses, vocab]. Raises as `draft`."""
 
     def all_logits(self, session: Session, tokens: Tokens) -> npt.NDArray[np.float32]:
         """Appends the tokens and returns the logits of each of their positions, [tokens, vocab]. Raises as `step`."""
@@ -133,6 +156,16 @@ class Session:
     @property
     def resident_bytes(self) -> int: ...
     def logits(self) -> npt.NDArray[np.float32]: ...
+    @property
+    def n_ahead(self) -> int:
+        """Tokens evaluated ahead that may still be taken in."""
+
+    def advance(
+        self, token: int, sampler: Sampler
+    ) -> tuple[int | None, tuple[float, list[tuple[int, float]]] | None] | None:
+        """Takes in `token`, drawn after the last one, and draws the next, as `Model.step` would; None, and what was
+        evaluated ahead is forgotten, when it is not the next of those."""
+
     def common_prefix(self, tokens: Tokens, beyond: int = 0) -> int: ...
     def can_rewind(self, n_tokens: int) -> bool: ...
     def rewind(self, n_tokens: int) -> None: ...

@@ -69,7 +69,10 @@ struct StateSpec {
   int64_t ratio = 1;     // Append: tokens per row
   int64_t capacity = 0;  // Ring: rows, the row of position p at p % capacity; Recurrent, Counter: rows
   int64_t need = 0;      // Ring: rows before position n that going on from n reads
+  int64_t spare = 0;     // Ring: rows of the capacity for positions that a session may not keep; never in a payload
+  bool draft = false;    // guesses are made from it, results never: may be missing or stale
   int64_t row_elements() const { return heads * width; }
+  int64_t kept() const { return capacity - spare; }  // Ring: the last so many rows are the session's
 };
 
 // The buffers of one session in the backend's memory and layout. Grows with use: a state of capacity C that

@@ -150,7 +150,8 @@ def layout(h: HParams) -> Layout:
 def completed(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Keys and tensors of a GGUF file's main model: ratios that the file leaves out are derived from the shapes of the
     compressors, and draft layers, which a file may carry behind the main ones, are dropped."""
-    values, layers = dict(values), values.get("block_count")
+    values = {key: value for key, value in values.items() if not key.startswith("dspark")}
+    layers = values.get("block_count")
     if type(layers) is not int or not 0 < layers <= 1 << 14:
         return values, dict(tensors)  # the check of hyper-parameters says what is wrong
     drafts = values.get("nextn_predict_layers", 0)

@@ -14,6 +14,7 @@ import codecs
 import dataclasses
 import re
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ import xxhash
 
 from ds4 import _cpu
 from ds4.engine.demo import demo_model_path
+from ds4.engine.drafts import DraftFile, read_draft_file
 from ds4.engine.memory import available_memory, check_plan
 from ds4.engine.model_file import HValue, ModelFile, open_model_file
 from ds4.engine.native import NativeModule, module_of, resolve
@@ -42,12 +44,15 @@ from ds4.errors import ConfigError, EngineError, ModelFileError, UnsupportedMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     import numpy.typing as npt
 
     from ds4.engine.tensors import Tensor
     from ds4.engine.tokenizer import Tokenizer
 
+MOST_DRAFTS = 16
+"""Tokens that one step may evaluate ahead, as in native/model/model.h."""
 _F16 = 1
 # The CPU backend keeps repacked weights with wider scales; what it really holds is known after loading.
 _REPACKED = 9 / 8
@@ -105,19 +110,16 @@ class Engine:
         kind = resolve("cpu" if config.backend == "auto" and config.isa != "auto" else config.backend)
         module = module_of(kind)
         backend = _open_backend(module, kind, config)
-        native = build_model(file, backend, kv_qat=config.kv_qat, module=module)
-        plan = plan_memory(file, native, config, backend.free_device_memory)
+        drafts = find_drafts(file, config)
+        native = build_model(file, backend, kv_qat=config.kv_qat, module=module, drafts=drafts, config=config)
+        plan = plan_memory(file, native, config, backend.free_device_memory, drafts)
         if config.check_memory:
             check_plan(plan, config.ctx, native.state_bytes(0))
         tokenizer = file.tokenizer() if file.tokenizer_spec is not None else None
         if config.warm_weights:
             _warm(file)
-        try:
+        with _named_errors(file, drafts, module):
             native.load(progress)
-        except module.Unsupported as e:
-            raise UnsupportedModelError(file.path, *_where(file, str(e))) from None
-        except ValueError as e:
-            raise ModelFileError(file.path, *_where(file, str(e))) from None
         plan = dataclasses.replace(plan, weight_bytes=native.resident_bytes)
         handle = ModelHandle(native, file.family, fingerprint(file, config.kv_qat), config.prefill_chunk, module)
         return cls(config, file, backend, handle, tokenizer, plan)
@@ -146,6 +148,12 @@ class Engine:
         return self._model.fingerprint
 
     @property
+    def most_drafts(self) -> int:
+        """Tokens that the engine can guess for one step; 0: it has nothing to guess with."""
+        native = self._model.native
+        return native.most_ahead if native.drafter else 0
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Raises ModelFileError when the file has none."""
         if self._tokenizer is None:
@@ -172,24 +180,51 @@ class Engine:
         cleared and EngineError raised; bad arguments (ValueError, ContextLengthError) change nothing.
         """
         model, module = self._model.native, self._model.module
-        native = []
+        sessions, samplers = [], []
         for row in rows:
             session, sampler = row.session, row.sampler
             if not isinstance(session, Session) or not isinstance(session.native, module.Session):
                 raise ValueError(f"a session of type {type(session).__name__} is not this engine's")
             if sampler is not None and not isinstance(sampler, module.Sampler):
                 raise ValueError(f"a sampler of type {type(sampler).__name__} is not this engine's")
-            native.append((session.native, row.tokens, sampler, row.want_logits))
-        results = model.step(native)
+            sessions.append(session)
+            samplers.append(sampler)
+        drafts, seconds = self._drafts(rows, sessions)
+        results = model.step(
+            [
+                (session.native, row.tokens, sampler, row.want_logits, guesses)
+                for row, session, sampler, guesses in zip(rows, sessions, samplers, drafts, strict=True)
+            ]
+        )
         now = time.monotonic()
         out = []
-        for row, (token, logprobs) in zip(rows, results, strict=True):
-            row.session.last_used = now  # type: ignore[misc]  # checked above: a Session
-            if logprobs is None:
-                out.append(RowResult(token))
-            else:
-                out.append(RowResult(token, TokenLogprobs(logprobs[0], tuple(logprobs[1]))))
+        for session, sampler, guesses, result in zip(sessions, samplers, drafts, results, strict=True):
+            session.last_used = now
+            ahead = Ahead(session, sampler, len(guesses), seconds) if sampler is not None and guesses else None
+            out.append(_row_result(result, ahead))
         return out
+
+    def _drafts(self, rows: Sequence[Row], sessions: Sequence[Session]) -> tuple[list[Sequence[int]], float]:
+        """What each row is to try beside its token, and the seconds that guessing took."""
+        drafts: list[Sequence[int]] = []
+        asked: list[tuple[_cpu.Session, int, int]] = []
+        for row, session in zip(rows, sessions, strict=True):
+            if row.drafts and (row.sampler is None or len(row.tokens) != 1):
+                raise ValueError("drafts go with a row of one token and a sampler")
+            if isinstance(row.drafts, int):
+                drafts.append(())
+                if row.drafts > 0:
+                    asked.append((session.native, int(row.tokens[0]), row.drafts))
+            else:
+                drafts.append(row.drafts)
+        if not asked:
+            return drafts, 0.0
+        started = time.perf_counter()
+        found = iter(self._model.native.draft(asked))
+        for i, row in enumerate(rows):
+            if isinstance(row.drafts, int) and row.drafts > 0:
+                drafts[i] = next(found)
+        return drafts, time.perf_counter() - started
 
     def all_logits(self, session: Session, tokens: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         """Appends `tokens` to the session and returns the logits of each of their positions, [tokens, vocab].
@@ -238,6 +273,29 @@ class Engine:
         self._handle = None
 
 
+class Ahead:
+    """What a step evaluated beyond a session's tokens; see `ds4.engine.types.AheadLike`."""
+
+    __slots__ = ("_sampler", "_session", "drafted", "seconds")
+
+    def __init__(self, session: Session, sampler: _cpu.Sampler, drafted: int, seconds: float) -> None:
+        self._session = session
+        self._sampler = sampler
+        self.drafted = drafted
+        self.seconds = seconds
+
+    def after(self, token: int) -> RowResult | None:
+        result = self._session.native.advance(token, self._sampler)
+        return None if result is None else _row_result(result)
+
+
+def _row_result(
+    result: tuple[int | None, tuple[float, list[tuple[int, float]]] | None], ahead: Ahead | None = None
+) -> RowResult:
+    token, logprobs = result
+    return RowResult(token, None if logprobs is None else TokenLogprobs(logprobs[0], tuple(logprobs[1])), ahead)
+
+
 # ---- opening
 
 
@@ -246,6 +304,12 @@ def _check_config(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value < low:
             raise ConfigError(f"{name} is {value}, it must be at least {low}")
+    if not 1 <= config.mtp_draft <= MOST_DRAFTS:
+        raise ConfigError(f"mtp_draft is {config.mtp_draft}, allowed are 1 to {MOST_DRAFTS}")
+    if config.mtp and config.dspark:
+        raise ConfigError("mtp and dspark are two drafters, a model runs with one")
+    if config.mtp_model is not None and not (config.mtp or config.dspark):
+        raise ConfigError("mtp_model is a file for mtp or dspark, and neither is on")
     if config.backend == "cuda" and (config.isa != "auto" or config.threads > 0):
         raise ConfigError("isa and threads are the CPU backend's; the cuda backend has neither")
 
@@ -257,27 +321,72 @@ def _open_backend(module: NativeModule, kind: str, config: EngineConfig) -> _cpu
         raise ConfigError(str(e)) from None
 
 
+def find_drafts(file: ModelFile, config: EngineConfig) -> DraftFile | None:
+    """The draft layers that `config` asks for. Raises ConfigError, ModelFileError and UnsupportedModelError."""
+    if not (config.mtp or config.dspark):
+        return None
+    if file.family != "deepseek4":
+        raise ConfigError(f"{file.path}: models of family {file.family} have no layers that draft")
+    kind, layers = "mtp" if config.mtp else "dspark", file.hparams.integer("block_count")
+    path = file.path if config.mtp_model is None else config.mtp_model
+    found = file.draft_layers() if config.mtp_model is None else read_draft_file(path, layers)
+    if found is None:
+        raise ConfigError(f"{path} has no draft layers; --mtp-model names a file that has")
+    if found.kind != kind:
+        names = {"mtp": "a multi-token prediction head (--mtp)", "dspark": "a DSpark drafter (--dspark)"}
+        raise ConfigError(f"{path} has {names[found.kind]}, not {names[kind]}")
+    return found
+
+
 def build_model(
-    file: ModelFile, backend: _cpu.Backend, *, kv_qat: bool = True, module: NativeModule = _cpu
+    file: ModelFile,
+    backend: _cpu.Backend,
+    *,
+    kv_qat: bool = True,
+    module: NativeModule = _cpu,
+    drafts: DraftFile | None = None,
+    config: EngineConfig | None = None,
 ) -> _cpu.Model:
     """The model of a file on a backend of `module`, all but the weights' values checked, nothing loaded.
 
-    `kv_qat` off leaves out the rounding of key rows that DeepSeek V4 was trained with; other families have none.
-    Raises ModelFileError and UnsupportedModelError naming the key or tensor.
+    `kv_qat` off leaves out the rounding of key rows that DeepSeek V4 was trained with; other families have none. With
+    `drafts` the model guesses as `config` says. Raises ModelFileError and UnsupportedModelError naming the key or
+    tensor.
     """
     params: dict[str, HValue] = {"rope.kind": file.rope_kind}
     for key, value in file.hparams.items():
         params[key] = value
+    tensors = {name: _native_tensor(t) for name, t in file.tensors.items()}
     if file.family == "deepseek4":
         del params["rope.kind"]  # always interleaved
         params["kv_qat"] = kv_qat
-    tensors = {name: _native_tensor(t) for name, t in file.tensors.items()}
-    try:
+    if drafts is not None:
+        config = config or EngineConfig()
+        params |= drafts.hparams
+        params["draft.ahead"] = min(drafts.block or config.mtp_draft, MOST_DRAFTS)
+        params["draft.margin"] = float(config.mtp_margin)
+        params["draft.confidence"] = float(config.dspark_confidence)
+        tensors |= {name: _native_tensor(t) for name, t in drafts.tensors.items()}
+    with _named_errors(file, drafts, module):
         return module.Model(backend, file.family, params, tensors, kv_type=_F16)
+
+
+@contextmanager
+def _named_errors(file: ModelFile, drafts: DraftFile | None, module: NativeModule) -> Iterator[None]:
+    """Turns what the native layer finds wrong into errors of the file that it is wrong in."""
+
+    def where(message: str) -> tuple[Path, str, str]:
+        subject, wrong = _where(file, message)
+        if drafts is None or not subject.startswith(("mtp", "dspark")):
+            return file.path, subject, wrong
+        return drafts.path, drafts.stored.get(subject, subject), wrong
+
+    try:
+        yield
     except module.Unsupported as e:
-        raise UnsupportedModelError(file.path, *_where(file, str(e))) from None
+        raise UnsupportedModelError(*where(str(e))) from None
     except ValueError as e:
-        raise ModelFileError(file.path, *_where(file, str(e))) from None
+        raise ModelFileError(*where(str(e))) from None
 
 
 def _native_tensor(t: Tensor) -> _cpu.NativeTensor:
@@ -294,19 +403,26 @@ def _where(file: ModelFile, message: str) -> tuple[str, str]:
 
 
 def plan_memory(
-    file: ModelFile, model: _cpu.Model, config: EngineConfig, free_device_memory: int | None = None
+    file: ModelFile,
+    model: _cpu.Model,
+    config: EngineConfig,
+    free_device_memory: int | None = None,
+    drafts: DraftFile | None = None,
 ) -> MemoryPlan:
     """What `config` needs with this model, estimated before anything is loaded.
 
     With `free_device_memory`, bytes, everything is to fit there; else in this machine's memory.
     """
-    weights: float = sum(t.exact_nbytes for t in file.tensors.values())
+    tensors = [*file.tensors.values(), *(drafts.tensors.values() if drafts else ())]
+    weights: float = sum(t.exact_nbytes for t in tensors)
     if config.backend == "reference":
-        weights = 4 * file.n_params
+        weights = 4 * sum(t.n_elements for t in tensors)
     elif free_device_memory is None:
         weights *= _REPACKED
-    per_session = model.state_bytes(config.ctx) + 4 * config.ctx + 4 * model.vocab
-    workspace = model.workspace_bytes(config.prefill_chunk + config.slots, config.slots + 1) * _WORKSPACE
+    ahead = model.most_ahead if drafts else 0
+    per_session = model.state_bytes(config.ctx) + 4 * config.ctx + 4 * model.vocab * (1 + ahead)
+    wanted = config.slots + 1 + ahead
+    workspace = model.workspace_bytes(config.prefill_chunk + config.slots, wanted) * _WORKSPACE
     room = available_memory() if free_device_memory is None else free_device_memory
     return MemoryPlan(int(weights), per_session, config.slots, int(workspace), room, free_device_memory is not None)
 

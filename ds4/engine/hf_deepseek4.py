@@ -211,8 +211,8 @@ def _published(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def tensors(path: Path, config: Mapping[str, Any], files: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The main model's tensors by GGUF name; experts stay apart, number 0 is `blk.N.ffn_up_exps.0.weight`.
 
-    Draft layers (`mtp.*`) are left out. Raises UnsupportedModelError naming a tensor that DeepSeek V4 does not have,
-    and ModelFileError naming one whose scales are missing or do not fit.
+    Draft layers (`mtp.*`) are left out, see `ds4.engine.drafts`. Raises UnsupportedModelError naming a tensor that
+    DeepSeek V4 does not have, and ModelFileError naming one whose scales are missing or do not fit.
     """
     _check_quantisation(path, config)
     out: dict[str, Tensor] = {}
@@ -222,7 +222,7 @@ def tensors(path: Path, config: Mapping[str, Any], files: Mapping[str, Tensor]) 
         if (base := name.removesuffix(".scale")) != name and f"{base}.weight" in files:
             continue  # belongs to the matrix beside it
         if (base := name.removesuffix(".weight")) != name:
-            tensor = _with_scales(path, name, tensor, files.get(f"{base}.scale"))
+            tensor = with_scales(path, name, tensor, files.get(f"{base}.scale"))
         for new, part in _named(path, name, tensor):
             if new in out:
                 raise ModelFileError(path, name, f"{new} is in the file twice")
@@ -251,6 +251,15 @@ def _named(path: Path, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]
             yield from _gate_and_up(path, layer, tensor)
             return
     raise UnsupportedModelError(path, name, "this tensor is not part of a DeepSeek V4 model")
+
+
+def draft_name(name: str) -> str:
+    """The GGUF name of a draft layer's tensor without its stage; what only draft layers have keeps its own name."""
+    if (expert := _EXPERT_NAME.fullmatch(name)) is not None:
+        return f"{_EXPERT[expert[2]]}.{expert[1]}.weight"
+    if name in ("hc_head_fn", "hc_head_base", "hc_head_scale"):
+        return f"{name}.weight"
+    return _LAYER.get(name, name)
 
 
 def _gate_and_up(path: Path, layer: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -292,8 +301,8 @@ def _check_quantisation(path: Path, config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(path, "quantization_config.weight_block_size", f"{value!r}, only {tile}")
 
 
-def _with_scales(path: Path, name: str, tensor: Tensor, scales: Tensor | None) -> Tensor:
-    """The matrix with its scales; pairs of 4-bit codes, which files call bytes, as type F4."""
+def with_scales(path: Path, name: str, tensor: Tensor, scales: Tensor | None) -> Tensor:
+    """The matrix with its scales beside it; pairs of 4-bit codes, which files call bytes, as type F4."""
     if tensor.dtype in (DType.I8, DType.U8) and scales is not None and len(tensor.shape) == 2:
         tensor = replace(tensor, dtype=DType.F4, shape=(tensor.shape[0], 2 * tensor.shape[1]))
     if tensor.dtype not in (DType.F8_E4M3, DType.F4):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ds4.engine import deepseek4, hf_deepseek4, hf_llama
+from ds4.engine import deepseek4, drafts, hf_deepseek4, hf_llama
 from ds4.engine.gguf import GGUFFile
 from ds4.engine.safetensors import read_directory, read_json_file
 from ds4.engine.tensors import DType, Tensor
@@ -40,6 +41,10 @@ _END_TEXTS = (
 _NAMED = 8
 """So many missing tensors are named in an error."""
 _GLM_END_TEXTS = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+
+
+def _no_drafts() -> None:
+    return None
 
 
 class HParams(Mapping[str, HValue]):
@@ -137,6 +142,11 @@ class ModelFile:
     file_bytes: int
     metadata: Mapping[str, Any] = field(repr=False)
     """All metadata as stored: GGUF keys, or the members of config.json."""
+    draft_source: Callable[[], drafts.DraftFile | None] = field(repr=False, default=_no_drafts)
+
+    def draft_layers(self) -> drafts.DraftFile | None:
+        """Those behind the model's, None where the file has none. Raises ModelFileError and UnsupportedModelError."""
+        return self.draft_source()
 
     @property
     def n_params(self) -> int:
@@ -225,8 +235,11 @@ def _from_gguf(path: Path) -> ModelFile:
     if "vocab_size" not in values and embedding is not None:
         values["vocab_size"] = embedding.shape[0]
     tensors = file.tensors
+    draft_source: Callable[[], drafts.DraftFile | None] = _no_drafts
     if family == "deepseek4":
         values, tensors = deepseek4.completed(values, tensors)
+        if type(layers := values.get("block_count")) is int:
+            draft_source = partial(drafts.from_gguf, file, layers)
     template = _gguf_text(file, "tokenizer.chat_template")
     spec = None
     if "tokenizer.ggml.model" in metadata:
@@ -250,6 +263,7 @@ def _from_gguf(path: Path) -> ModelFile:
         spec=spec,
         file_bytes=file.size,
         metadata=metadata,
+        draft_source=draft_source,
     )
 
 
@@ -315,6 +329,7 @@ def _from_directory(path: Path) -> ModelFile:
         spec=spec,
         file_bytes=size,
         metadata=config,
+        draft_source=partial(drafts.from_directory, path, config, tensors),
     )
 
 

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAGIC = b"DS4STATE"
-VERSION = 1
+VERSION = 2
 _PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the header
 _MAX_HEADER = 1 << 20
 _MAX_NUMBER = 1 << 53
 _CHUNK = 4 << 20
+_DRAFT = "draft."
+_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4}
+_MAX_ROW = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,13 @@ class PayloadHeader:
 def _buffers(model: _cpu.Model, n_tokens: int) -> tuple[BufferHeader, ...]:
     return tuple(
         BufferHeader(name, kind, _cpu.dtype_name(dtype), heads, width, ratio, capacity, model.buffer_rows(i, n_tokens))
-        for i, (name, kind, dtype, heads, width, ratio, capacity) in enumerate(model.state_specs)
+        for i, (name, kind, dtype, heads, width, ratio, capacity, _) in enumerate(model.state_specs)
     )
+
+
+def _is_draft(buffer: BufferHeader) -> bool:
+    """Only guesses are made from it: a payload may have it or not, whatever the reader has."""
+    return buffer.name.startswith(_DRAFT)
 
 
 def _longest(model: _cpu.Model, session: _cpu.Session) -> int:
@@ -72,7 +80,7 @@ def _longest(model: _cpu.Model, session: _cpu.Session) -> int:
 
 
 def _row_bytes(model: _cpu.Model, index: int) -> int:
-    _, _, dtype, heads, width, _, _ = model.state_specs[index]
+    _, _, dtype, heads, width, _, _, _ = model.state_specs[index]
     return _cpu.row_bytes(dtype, heads * width)
 
 
@@ -141,16 +149,20 @@ def write_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerp
 
 def read_header(file: BinaryIO) -> PayloadHeader:
     """Reads and checks the header alone. Raises CheckpointError."""
+    return _read_header(file)[1]
+
+
+def _read_header(file: BinaryIO) -> tuple[int, PayloadHeader]:
     prefix = _read_exactly(file, _PREFIX.size, "prefix")
     magic, version, size = _PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise CheckpointError(f"not a session payload: magic {magic!r}, expected {MAGIC!r}")
-    if version != VERSION:
-        raise CheckpointError(f"payload version {version}, this build reads version {VERSION}")
+    if not 1 <= version <= VERSION:
+        raise CheckpointError(f"payload version {version}, this build reads versions 1 to {VERSION}")
     if not 0 < size <= _MAX_HEADER:
         raise CheckpointError(f"payload header of {size} bytes, at most {_MAX_HEADER} are allowed")
     try:
-        return _decode(json.loads(_read_exactly(file, size, "header")))
+        return version, _decode(json.loads(_read_exactly(file, size, "header")))
     except (ValueError, RecursionError) as e:
         raise CheckpointError(f"payload header is damaged: {e}") from None
 
@@ -181,7 +193,7 @@ def _decode(raw: Any) -> PayloadHeader:
 def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerprint: str, file: BinaryIO) -> None:
     """Replaces the session. Raises CheckpointError, or the file's OSError; the session is cleared then."""
     session.clear()
-    header = read_header(file)
+    version, header = _read_header(file)
     for name, found, wanted in (
         ("family", header.family, family),
         ("weights fingerprint", header.fingerprint, fingerprint),
@@ -191,18 +203,15 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
             raise CheckpointError(f"payload of another model: {name} {found!r}, this model has {wanted!r}")
     if header.n_tokens > session.ctx:
         raise CheckpointError(f"payload of {header.n_tokens} tokens, the session has room for {session.ctx}")
-    expected = _buffers(model, header.n_tokens)
-    if len(header.buffers) != len(expected):
-        raise CheckpointError(f"payload of {len(header.buffers)} state buffers, this model has {len(expected)}")
-    for found_buffer, wanted_buffer in zip(header.buffers, expected, strict=True):
-        if found_buffer != wanted_buffer:
-            raise CheckpointError(f"payload with state buffer {found_buffer}, this model has {wanted_buffer}")
-    rings = any(buffer.kind == "ring" for buffer in expected)
+    indices = _match(header.buffers, _buffers(model, header.n_tokens))
+    rings = any(buffer.kind == "ring" for buffer in header.buffers)
     if header.longest < header.n_tokens or (header.longest > header.n_tokens and not rings):
         raise CheckpointError(f"payload of {header.n_tokens} tokens that says it held up to {header.longest}")
     if header.logits and header.n_tokens == 0:
         raise CheckpointError("payload with logits of no tokens")
-    _check_length(file, 4 * header.n_tokens + (4 * header.vocab if header.logits else 0), model, header.n_tokens)
+    sizes = [_file_row_bytes(buffer) for buffer in header.buffers]
+    rows = sum(size * buffer.rows for size, buffer in zip(sizes, header.buffers, strict=True))
+    _check_length(file, 4 * header.n_tokens + (4 * header.vocab if header.logits else 0) + rows)
 
     tokens = np.frombuffer(_read_exactly(file, 4 * header.n_tokens, "tokens"), dtype="<i4").astype(np.int32)
     logits: npt.NDArray[np.float32] | None = None
@@ -213,16 +222,19 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
     try:
         session.begin_import(tokens, header.longest)
         scratch = bytearray()
-        for index, buffer in enumerate(expected):
-            row_bytes = _row_bytes(model, index)
-            step = min(_rows_per_chunk(row_bytes), buffer.rows)
-            if step * row_bytes > len(scratch):
-                scratch = bytearray(step * row_bytes)
-            for first in range(0, buffer.rows, max(step, 1)):
-                count = min(step, buffer.rows - first)
-                view = memoryview(scratch)[: count * row_bytes]
-                _read_into(file, view, f"rows of {buffer.name}")
-                session.import_rows(index, first, count, view)
+        for buffer, index, row_bytes in zip(header.buffers, indices, sizes, strict=True):
+            # Version 1 has the rows of a full ring where the ring had them: the oldest one stands at `turn`.
+            turn = header.n_tokens % buffer.rows if version == 1 and buffer.kind == "ring" and buffer.rows else 0
+            for start, end, shift in ((0, turn, buffer.rows - turn), (turn, buffer.rows, -turn)):
+                step = min(_rows_per_chunk(row_bytes), end - start)
+                if step * row_bytes > len(scratch):
+                    scratch = bytearray(step * row_bytes)
+                for first in range(start, end, max(step, 1)):
+                    count = min(step, end - first)
+                    view = memoryview(scratch)[: count * row_bytes]
+                    _read_into(file, view, f"rows of {buffer.name}")
+                    if index is not None:
+                        session.import_rows(index, first + shift, count, view)
         session.finish_import(logits)
     except ValueError as e:
         session.clear()
@@ -232,14 +244,39 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
         raise
 
 
-def _check_length(file: BinaryIO, fixed: int, model: _cpu.Model, n_tokens: int) -> None:
+def _match(found: tuple[BufferHeader, ...], expected: tuple[BufferHeader, ...]) -> list[int | None]:
+    """The model's buffer for each of the payload's, None for one that only another reader drafts with.
+
+    Raises CheckpointError where the buffers are not the model's; those that only drafts are made from may be others.
+    """
+    theirs = [buffer for buffer in found if not _is_draft(buffer)]
+    ours = [buffer for buffer in expected if not _is_draft(buffer)]
+    if len(theirs) != len(ours):
+        raise CheckpointError(f"payload of {len(theirs)} state buffers, this model has {len(ours)}")
+    for found_buffer, wanted_buffer in zip(theirs, ours, strict=True):
+        if found_buffer != wanted_buffer:
+            raise CheckpointError(f"payload with state buffer {found_buffer}, this model has {wanted_buffer}")
+    at = {buffer: i for i, buffer in enumerate(expected)}
+    if len(set(found)) != len(found):
+        raise CheckpointError("payload with a state buffer twice")
+    return [at.get(buffer) for buffer in found]
+
+
+def _file_row_bytes(buffer: BufferHeader) -> int:
+    """Bytes of a row as stored. Raises CheckpointError for a draft buffer that none of ours can be."""
+    size = _ELEMENT_BYTES.get(buffer.type, 0) * buffer.heads * buffer.width
+    if not 0 < size <= _MAX_ROW:
+        raise CheckpointError(f"payload with state buffer {buffer}, whose rows are impossible")
+    return size
+
+
+def _check_length(file: BinaryIO, need: int) -> None:
     """Refuses a file that is shorter than its header says, where the file can tell."""
     if not file.seekable():
         return
     here = file.tell()
     left = file.seek(0, 2) - here
     file.seek(here)
-    need = fixed + model.state_bytes(n_tokens)
     if left < need:
         raise CheckpointError(f"payload is cut: {left} bytes after the header, which promises {need}")
 

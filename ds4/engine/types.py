@@ -38,6 +38,11 @@ class EngineConfig:
     `ctx` tokens per session, exactly as asked (D8a), 0: what the model was trained on, at most `AUTO_CTX`; an open
     engine's configuration has the number. `slots` resident sessions, for the memory plan;
     `threads` 0 means one per usable core; `isa` caps the instruction set ("auto", "avx512", "avx2", "scalar").
+
+    `mtp` drafts with the model's multi-token prediction head, at most `mtp_draft` tokens (1 to 16) for one step, each
+    further one only behind a draft whose logit leads the second best by `mtp_margin`. `dspark` drafts with the model's
+    block drafter, up to the first token that it is less sure of than `dspark_confidence` (0 to 1). `mtp_model` is a
+    file with either, beside the model. Drafts change the speed, never the tokens.
     """
 
     model: Path | None = None
@@ -50,6 +55,12 @@ class EngineConfig:
     warm_weights: bool = False
     check_memory: bool = True
     kv_qat: bool = True
+    mtp: bool = False
+    mtp_model: Path | None = None
+    mtp_draft: int = 1
+    mtp_margin: float = 3.0
+    dspark: bool = False
+    dspark_confidence: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +215,32 @@ class Row:
     """One session's share of a step: its next tokens (one: decode; many: a prefill chunk).
 
     With a `sampler` the token after the last one is drawn; `want_logits` keeps that position's logits readable by
-    `session.logits()` without drawing.
+    `session.logits()` without drawing. `drafts` of a decode row with a sampler: the most tokens to guess, or guesses;
+    they are evaluated in the same pass, see `RowResult.ahead`.
     """
 
     session: SessionLike
     tokens: Sequence[int] | npt.NDArray[np.int32]
     sampler: SamplerLike | None = None
     want_logits: bool = False
+    drafts: int | Sequence[int] = 0
+
+
+class AheadLike(Protocol):
+    """What a step evaluated beyond its row's tokens. Valid until the session is used in another way."""
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that were guessed."""
+
+    @property
+    def seconds(self) -> float:
+        """What guessing took, for all rows of the step."""
+
+    def after(self, token: int) -> RowResult | None:
+        """The draw behind `token`, the last one drawn, when it was guessed: then it is part of the session, and the
+        result is that of a step with it, by the sampler as it is now. None when another one was guessed or none: the
+        token needs a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +249,7 @@ class RowResult:
 
     token: int | None
     logprobs: TokenLogprobs | None = None
+    ahead: AheadLike | None = None
 
 
 class EngineLike(Protocol):
@@ -239,6 +270,10 @@ class EngineLike(Protocol):
     @property
     def fingerprint(self) -> str:
         """Identifies the weights: saved sessions of other weights are of no use."""
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that the engine can guess for one step; 0: it has nothing to guess with."""
 
     def new_session(self, ctx: int | None = None) -> SessionLike: ...
     def new_sampler(self, params: SamplingParams) -> SamplerLike: ...

@@ -233,7 +233,7 @@ py::list state_specs(const LoadedModel& m) {
   py::list out;
   for (const StateSpec& s : m.model->state_specs())
     out.append(py::make_tuple(s.name, kinds[static_cast<int>(s.kind)], static_cast<int32_t>(s.type), s.heads, s.width,
-                              s.ratio, s.capacity));
+                              s.ratio, s.kind == StateKind::Ring ? s.kept() : s.capacity, s.draft));
   return out;
 }
 
@@ -291,18 +291,25 @@ py::array_t<float> all_logits(LoadedModel& model, Session& session, const py::ha
   return out;
 }
 
-// rows: [(session, tokens, sampler or None, want_logits)] -> [(token or None, None or (logprob, top))]
+py::tuple drawn(int32_t token, const Sampler& sampler, const SampleLogprobs& logprobs) {
+  if (token < 0 || !sampler.wants_logprobs()) return py::make_tuple(token, py::none());
+  return py::make_tuple(token, py::make_tuple(logprobs.chosen, logprobs.top));
+}
+
+// rows: [(session, tokens, sampler or None, want_logits[, drafts])] -> [(token or None, None or (logprob, top))]
 py::list step_model(LoadedModel& m, const py::sequence& rows) {
   const size_t n = rows.size();
   std::vector<StepRow> step_rows(n);
-  std::vector<std::vector<int32_t>> ids(n);
+  std::vector<std::vector<int32_t>> ids(n), drafts(n);
   std::vector<py::object> hold;  // the step runs without the GIL: nobody else may free these meanwhile
   hold.reserve(n);
   for (size_t i = 0; i < n; ++i) {
     hold.push_back(rows[i]);
     const auto row = hold.back().cast<py::tuple>();
-    if (row.size() != 4) throw Invalid("a row is (session, tokens, sampler, want_logits)");
+    if (row.size() != 4 && row.size() != 5) throw Invalid("a row is (session, tokens, sampler, want_logits[, drafts])");
     ids[i] = token_ids(row[1]);
+    if (row.size() == 5) drafts[i] = token_ids(row[4]);
+    step_rows[i].drafts = drafts[i];
     step_rows[i].session = row[0].cast<Session*>();
     step_rows[i].tokens = ids[i];
     step_rows[i].sampler = row[2].cast<Sampler*>();
@@ -318,12 +325,52 @@ py::list step_model(LoadedModel& m, const py::sequence& rows) {
     const StepRow& row = step_rows[i];
     if (!row.sampler)
       out[i] = py::make_tuple(py::none(), py::none());
-    else if (row.sampled < 0 || !row.sampler->wants_logprobs())
-      out[i] = py::make_tuple(row.sampled, py::none());
     else
-      out[i] = py::make_tuple(row.sampled, py::make_tuple(row.logprobs.chosen, row.logprobs.top));
+      out[i] = drawn(row.sampled, *row.sampler, row.logprobs);
   }
   return out;
+}
+
+// rows: [(session, token, most)] -> [drafts]
+std::vector<std::vector<int32_t>> draft_tokens(LoadedModel& m, const py::sequence& rows) {
+  std::vector<DraftRequest> requests;
+  std::vector<py::object> hold;
+  for (const auto& item : rows) {
+    hold.push_back(py::reinterpret_borrow<py::object>(item));
+    const auto row = hold.back().cast<py::tuple>();
+    if (row.size() != 3 || row[0].is_none()) throw Invalid("a row is (session, token, most)");
+    requests.push_back({row[0].cast<Session*>(), row[1].cast<int32_t>(), row[2].cast<int64_t>(), nullptr});
+  }
+  const py::gil_scoped_release release;
+  return draft(m, requests);
+}
+
+// (drafts, their logits [drafts, vocab]) of one session.
+py::tuple draft_logits(LoadedModel& m, Session& session, int32_t token, int64_t most) {
+  std::vector<float> logits;
+  std::vector<std::vector<int32_t>> drafts;
+  {
+    const DraftRequest row{&session, token, most, &logits};
+    const py::gil_scoped_release release;
+    drafts = draft(m, {&row, 1});
+  }
+  const auto vocab = static_cast<py::ssize_t>(m.model->vocab());
+  py::array_t<float> out({static_cast<py::ssize_t>(logits.size()) / vocab, vocab});
+  std::copy(logits.begin(), logits.end(), out.mutable_data());
+  return py::make_tuple(drafts.front(), out);
+}
+
+// The token after `token`, as of `step_model`; None when `token` was not evaluated ahead.
+py::object advance_session(Session& s, int32_t token, Sampler& sampler) {
+  int32_t sampled = -1;
+  SampleLogprobs logprobs;
+  bool taken = false;
+  {
+    const py::gil_scoped_release release;
+    taken = s.advance(token, sampler, sampled, logprobs);
+  }
+  if (!taken) return py::none();
+  return drawn(sampled, sampler, logprobs);
 }
 
 void raise_typed(const char* name, const py::object& error) {
@@ -405,6 +452,14 @@ void bind_engine(py::module_& m) {
           py::arg("rows"), py::arg("wanted"))
       .def("hidden_states", &hidden_states, py::arg("tokens"))
       .def("step", &step_model, py::arg("rows"))
+      .def_property_readonly("drafter",
+                             [](const LoadedModel& l) -> std::optional<std::string> {
+                               const Drafter* d = l.model->drafter();
+                               return d ? std::optional(d->name()) : std::nullopt;
+                             })
+      .def_property_readonly("most_ahead", [](const LoadedModel& l) { return most_ahead(l.model->state_specs()); })
+      .def("draft", &draft_tokens, py::arg("rows"))
+      .def("draft_logits", &draft_logits, py::arg("session"), py::arg("token"), py::arg("most"))
       .def("all_logits", &all_logits, py::arg("session"), py::arg("tokens"));
 
   py::class_<Session, SessionHolder>(m, "Session", py::module_local())
@@ -436,6 +491,8 @@ void bind_engine(py::module_& m) {
           py::arg("tokens"), py::arg("beyond") = 0)
       .def_property_readonly("longest", &Session::longest)
       .def("can_rewind", &Session::can_rewind, py::arg("n_tokens"), NoGil())
+      .def_property_readonly("n_ahead", py::cpp_function(&Session::n_ahead, NoGil()))
+      .def("advance", &advance_session, py::arg("token"), py::arg("sampler"))
       .def("rewind", &Session::rewind, py::arg("n_tokens"), NoGil())
       .def("clear", &Session::clear, NoGil())
       .def("fork_from", &Session::fork_from, py::arg("other"), py::arg("n_tokens"), NoGil())

@@ -10,9 +10,16 @@ namespace ds4 {
 
 bool can_truncate(std::span<const StateSpec> specs, int64_t longest, int64_t to) {
   return to == 0 || std::all_of(specs.begin(), specs.end(), [&](const StateSpec& s) {
-           if (s.kind == StateKind::Append) return true;
-           return s.kind == StateKind::Ring && longest - s.capacity <= std::max<int64_t>(0, to - s.need);
+           if (s.kind == StateKind::Append || s.draft) return true;
+           return s.kind == StateKind::Ring && longest - s.kept() <= std::max<int64_t>(0, to - s.need);
          });
+}
+
+int64_t most_ahead(std::span<const StateSpec> specs) {
+  int64_t most = kMostAhead;
+  for (const StateSpec& s : specs)
+    if (s.kind != StateKind::Append) most = std::min(most, s.kind == StateKind::Ring ? s.spare : 0);
+  return most;
 }
 
 int64_t payload_rows(const StateSpec& spec, int64_t tokens) {
@@ -20,7 +27,7 @@ int64_t payload_rows(const StateSpec& spec, int64_t tokens) {
     case StateKind::Append:
       return tokens / spec.ratio;
     case StateKind::Ring:
-      return std::min(tokens, spec.capacity);
+      return std::min(tokens, spec.kept());
     case StateKind::Recurrent:
     case StateKind::Counter:
       break;

@@ -26,14 +26,41 @@ struct Batch {
   std::function<void(int64_t, const Tensor&)> probe;
 };
 
+// Tokens that one step may evaluate beyond those that a session keeps.
+constexpr int64_t kMostAhead = 16;
+
+// What one session asks of a drafter: at most `most` tokens after `token`, which is to stand at `position`.
+struct DraftRow {
+  State* state = nullptr;
+  int32_t position = 0;
+  int32_t token = 0;
+  int64_t most = 0;
+  std::vector<int32_t> drafts;           // result
+  std::vector<float>* logits = nullptr;  // gets what each draft was chosen by, [drafts, vocab]
+};
+
+// Guesses how a session goes on, from `draft` buffers that the model keeps up to date in its forward pass. What it
+// writes into the states lies at positions from `position` on, which the model's next pass writes again.
+class Drafter {
+ public:
+  virtual ~Drafter() = default;
+  virtual std::string name() const = 0;
+  virtual void draft(std::span<DraftRow> rows) = 0;  // different sessions, 1 <= most <= the model's most_ahead
+};
+
 // Called with (done, total) parts of the weights while loading.
 using LoadProgress = std::function<void(size_t, size_t)>;
+
+// A number that nothing else in this process has, for whatever a backend remembers of a graph of operations.
+inline uint64_t next_serial() {
+  static std::atomic<uint64_t> given = 0;
+  return ++given;
+}
 
 class Model {
  public:
   virtual ~Model() = default;
 
-  // Different for every model of this process, for whatever a backend remembers of one.
   uint64_t serial() const { return serial_; }
   virtual std::string family() const = 0;
   virtual int64_t vocab() const = 0;
@@ -54,9 +81,11 @@ class Model {
   // whatever else the family keeps) is in its session's state afterwards. The states have room for the rows.
   virtual Tensor forward(const Batch& batch) = 0;
 
+  // Null: the model has no layers that draft.
+  virtual Drafter* drafter() { return nullptr; }
+
  private:
-  inline static std::atomic<uint64_t> created_ = 0;
-  const uint64_t serial_ = ++created_;
+  const uint64_t serial_ = next_serial();
 };
 
 // model.forward(batch) by way of Ops::run; `batch` has no probe.
@@ -65,9 +94,12 @@ inline Tensor forward_step(Ops& ops, Model& model, const Batch& batch) {
 }
 
 // Whether buffers that have held up to `longest` tokens still hold all that a session cut to `to` tokens goes on from.
-// Append buffers always do, rings as far as they reach back, recurrent buffers never (but for nothing at all).
+// Append buffers always do, rings as far as they reach back, recurrent buffers never (but for nothing at all). Draft
+// buffers are not asked.
 bool can_truncate(std::span<const StateSpec> specs, int64_t longest, int64_t to);
-// Rows of a buffer that carry information when the session holds `tokens` tokens. A ring is counted in slots.
+// Tokens that a step may evaluate beyond those that the session keeps: as many as the rings have room for.
+int64_t most_ahead(std::span<const StateSpec> specs);
+// Rows of a buffer that carry information when the session holds `tokens` tokens.
 int64_t payload_rows(const StateSpec& spec, int64_t tokens);
 // Bytes of all buffers of a session of `tokens` tokens, as the payload stores them.
 size_t payload_bytes(std::span<const StateSpec> specs, int64_t tokens);

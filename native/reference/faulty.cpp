@@ -73,6 +73,9 @@ class FaultyLatentOps final : public LatentOps {
   void ring_store(Tensor x, std::span<const RowRef> rows, size_t ring) override {
     counted().ring_store(x, unwrap(rows), ring);
   }
+  void previous_rows(Tensor x, std::span<const RowRef> rows, size_t ring, Tensor y) override {
+    counted().previous_rows(x, unwrap(rows), ring, y);
+  }
   void compress(Tensor kg, std::span<const RowRef> rows, const Compressor& c) override {
     counted().compress(kg, unwrap(rows), c);
   }

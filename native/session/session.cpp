@@ -42,7 +42,8 @@ int64_t Session::longest() const {
 
 size_t Session::resident_bytes() const {
   const std::scoped_lock lock(model_->backend->busy);
-  return state_->resident_bytes() + tokens_.capacity() * sizeof(int32_t) + logits_.capacity() * sizeof(float);
+  return state_->resident_bytes() + tokens_.capacity() * sizeof(int32_t) +
+         (logits_.capacity() + ahead_logits_.capacity()) * sizeof(float);
 }
 
 int64_t Session::common_prefix(std::span<const int32_t> ids, int64_t beyond) const {
@@ -69,8 +70,28 @@ bool Session::can_rewind(int64_t n) const {
   return can_rewind_locked(n);
 }
 
+void Session::forget_ahead() noexcept {
+  ahead_.clear();
+  ahead_at_ = 0;
+}
+
+// Zeros for what drafts are made from, where it belongs to other tokens.
+void Session::clear_stale_drafts() {
+  if (!stale_drafts_) return;
+  const auto& specs = model_->model->state_specs();
+  for (size_t i = 0; i < specs.size(); ++i) {
+    if (!specs[i].draft) continue;
+    const size_t row = row_bytes(specs[i].type, specs[i].row_elements());
+    const std::vector<std::byte> zeros(row * static_cast<size_t>(specs[i].capacity));
+    state_->import_rows(i, 0, specs[i].capacity, zeros);
+  }
+  stale_drafts_ = false;
+}
+
 void Session::clear_locked() noexcept {
   state_->truncate(0);
+  forget_ahead();
+  stale_drafts_ = false;
   tokens_.clear();
   n_tokens_ = 0;
   longest_ = 0;
@@ -92,6 +113,7 @@ void Session::rewind_locked(int64_t n) {
   const auto have = static_cast<int64_t>(tokens_.size());
   if (n < 0 || n > have)
     throw Invalid("rewind to " + std::to_string(n) + " tokens of a session of " + std::to_string(have));
+  forget_ahead();
   if (n == have) return;
   if (!can_rewind_locked(n)) {
     clear_locked();
@@ -99,6 +121,7 @@ void Session::rewind_locked(int64_t n) {
   }
   if (n == 0) return clear_locked();
   state_->truncate(n);
+  stale_drafts_ = true;
   tokens_.resize(static_cast<size_t>(n));
   n_tokens_ = n;
   logits_.clear();
@@ -120,6 +143,7 @@ void Session::fork_from(const Session& other, int64_t n) {
     tokens_.assign(other.tokens_.begin(), other.tokens_.begin() + static_cast<ptrdiff_t>(n));
     if (n == have) logits_ = other.logits_;
     state_->fork_from(*other.state_, n);
+    stale_drafts_ = other.stale_drafts_ || n < have;
     longest_ = other.longest_;
     n_tokens_ = n;
   } catch (...) {
@@ -139,14 +163,84 @@ std::vector<float> Session::logits() const {
   return logits_;
 }
 
-void Session::export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const {
+int64_t Session::n_ahead() const {
   const std::scoped_lock lock(model_->backend->busy);
-  const auto& specs = model_->model->state_specs();
+  return static_cast<int64_t>(ahead_.size() - ahead_at_);
+}
+
+bool Session::advance(int32_t token, Sampler& sampler, int32_t& sampled, SampleLogprobs& logprobs) {
+  const std::scoped_lock lock(model_->backend->busy);
+  const auto vocab = static_cast<size_t>(model_->model->vocab());
+  if (static_cast<size_t>(sampler.vocab()) > vocab)
+    throw Invalid("a sampler for " + std::to_string(sampler.vocab()) + " tokens, the vocabulary has " +
+                  std::to_string(vocab));
+  if (ahead_at_ == ahead_.size() || ahead_[ahead_at_] != token) {
+    forget_ahead();
+    return false;
+  }
+  tokens_.push_back(token);
+  const auto n = static_cast<int64_t>(tokens_.size());
+  n_tokens_ = n;
+  longest_ = std::max(longest_, n);
+  logits_.clear();
+  const float* row = ahead_logits_.data() + ahead_at_ * vocab;
+  ++ahead_at_;
+  sampled = sampler.sample({row, static_cast<size_t>(sampler.vocab())}, &logprobs);
+  return true;
+}
+
+namespace {
+
+// Calls piece(slot or -1 where the ring has lost them, first row, count) for runs of rows [first, first + count) of a
+// ring that keeps `rows` rows before position `end` and has seen `longest` positions.
+template <class Piece>
+void ring_pieces(const StateSpec& spec, int64_t rows, int64_t end, int64_t longest, int64_t first, int64_t count,
+                 Piece&& piece) {
+  const int64_t oldest = end - rows;
+  if (const int64_t lost = std::min(count, longest - spec.kept() - oldest - first); lost > 0) {
+    piece(int64_t{-1}, first, lost);
+    first += lost;
+    count -= lost;
+  }
+  while (count > 0) {
+    const int64_t slot = (oldest + first) % spec.capacity, n = std::min(count, spec.capacity - slot);
+    piece(slot, first, n);
+    first += n;
+    count -= n;
+  }
+}
+
+const StateSpec& checked_rows(const Model& model, size_t index, int64_t tokens, int64_t first, int64_t count,
+                              size_t bytes) {
+  const auto& specs = model.state_specs();
   if (index >= specs.size()) throw Invalid("state buffer " + std::to_string(index) + " does not exist");
-  const int64_t rows = payload_rows(specs[index], static_cast<int64_t>(tokens_.size()));
+  const int64_t rows = payload_rows(specs[index], tokens);
   if (first < 0 || count < 0 || first > rows || count > rows - first)
     throw Invalid("rows " + std::to_string(first) + "+" + std::to_string(count) + " of " + std::to_string(rows));
-  state_->export_rows(index, first, count, out);
+  if (bytes != static_cast<size_t>(count) * row_bytes(specs[index].type, specs[index].row_elements()))
+    throw Invalid(std::to_string(bytes) + " bytes for " + std::to_string(count) + " rows of " + specs[index].name);
+  return specs[index];
+}
+
+}  // namespace
+
+void Session::export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const {
+  const std::scoped_lock lock(model_->backend->busy);
+  const auto n = static_cast<int64_t>(tokens_.size());
+  const StateSpec& spec = checked_rows(*model_->model, index, n, first, count, out.size());
+  if (spec.draft && stale_drafts_) {
+    std::fill(out.begin(), out.end(), std::byte{});
+    return;
+  }
+  if (spec.kind != StateKind::Ring) return state_->export_rows(index, first, count, out);
+  const size_t row = row_bytes(spec.type, spec.row_elements());
+  ring_pieces(spec, payload_rows(spec, n), n, longest_, first, count, [&](int64_t slot, int64_t at, int64_t some) {
+    const auto part = out.subspan(static_cast<size_t>(at - first) * row, static_cast<size_t>(some) * row);
+    if (slot < 0)
+      std::fill(part.begin(), part.end(), std::byte{});
+    else
+      state_->export_rows(index, slot, some, part);
+  });
 }
 
 void Session::begin_import(std::span<const int32_t> ids, int64_t longest) {
@@ -159,18 +253,23 @@ void Session::begin_import(std::span<const int32_t> ids, int64_t longest) {
   clear_locked();
   longest_ = longest;
   importing_.assign(ids.begin(), ids.end());
+  stale_drafts_ = true;
   state_->reserve(static_cast<int64_t>(ids.size()));
 }
 
 void Session::import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) {
   const std::scoped_lock lock(model_->backend->busy);
-  const auto& specs = model_->model->state_specs();
-  if (index >= specs.size()) throw Invalid("state buffer " + std::to_string(index) + " does not exist");
+  const auto n = static_cast<int64_t>(importing_.size());
+  const StateSpec& spec = checked_rows(*model_->model, index, n, first, count, in.size());
   if (!tokens_.empty()) throw Invalid("import into a session that is in use");
-  const int64_t rows = payload_rows(specs[index], static_cast<int64_t>(importing_.size()));
-  if (first < 0 || count < 0 || first > rows || count > rows - first)
-    throw Invalid("rows " + std::to_string(first) + "+" + std::to_string(count) + " of " + std::to_string(rows));
-  state_->import_rows(index, first, count, in);
+  if (spec.draft) clear_stale_drafts();
+  if (spec.kind != StateKind::Ring) return state_->import_rows(index, first, count, in);
+  const size_t row = row_bytes(spec.type, spec.row_elements());
+  ring_pieces(spec, payload_rows(spec, n), n, longest_, first, count, [&](int64_t slot, int64_t at, int64_t some) {
+    if (slot >= 0)
+      state_->import_rows(index, slot, some,
+                          in.subspan(static_cast<size_t>(at - first) * row, static_cast<size_t>(some) * row));
+  });
 }
 
 void Session::finish_import(std::span<const float> logits) {
@@ -195,7 +294,13 @@ void check_step(const LoadedModel& model, std::span<const StepRow> rows, auto&& 
     if (model_of(row) != &model) throw Invalid("a session of another model");
     if (row.tokens.empty()) throw Invalid("a row without tokens");
     check_ids(row.tokens, vocab);
-    const auto need = tokens_of(row) + static_cast<int64_t>(row.tokens.size());
+    check_ids(row.drafts, vocab);
+    const int64_t most = most_ahead(model.model->state_specs());
+    if (static_cast<int64_t>(row.drafts.size()) > most)
+      throw Invalid(std::to_string(row.drafts.size()) + " drafts, a session of this model has room for " +
+                    std::to_string(most));
+    if (!row.drafts.empty() && (!row.sampler || row.every)) throw Invalid("drafts of a row without a sampler");
+    const auto need = tokens_of(row) + static_cast<int64_t>(row.tokens.size() + row.drafts.size());
     if (need > row.session->ctx()) throw ContextLength(need, row.session->ctx());
     // A sampler may know fewer tokens: models pad their vocabulary with rows that no text spells.
     if (row.sampler && row.sampler->vocab() > vocab)
@@ -225,16 +330,22 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
     for (const StepRow& row : rows) {
       Session& s = *row.session;
       auto position = static_cast<int32_t>(s.tokens_.size());
-      s.state_->reserve(position + static_cast<int64_t>(row.tokens.size()));
-      s.tokens_.reserve(s.tokens_.size() + row.tokens.size());
+      s.forget_ahead();
+      s.clear_stale_drafts();
+      s.state_->reserve(position + static_cast<int64_t>(row.tokens.size() + row.drafts.size()));
+      s.tokens_.reserve(s.tokens_.size() + row.tokens.size() + row.drafts.size());
       for (const int32_t id : row.tokens) {
         ids.push_back(id);
         refs.push_back({s.state_.get(), position++});
       }
       const auto end = static_cast<int32_t>(ids.size());
+      for (const int32_t id : row.drafts) {
+        ids.push_back(id);
+        refs.push_back({s.state_.get(), position++});
+      }
       const auto first = row.every ? end - static_cast<int32_t>(row.tokens.size()) : end - 1;
       if (row.sampler || row.want_logits || row.every)
-        for (int32_t i = first; i < end; ++i) wanted.push_back(i);
+        for (int32_t i = first; i < static_cast<int32_t>(ids.size()); ++i) wanted.push_back(i);
     }
 
     const Tensor logits = forward_step(ops, *loaded.model, {.ids = ids, .rows = refs, .wanted = wanted, .probe = {}});
@@ -256,6 +367,12 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
         continue;
       }
       const Tensor one = logits.rows(at++, 1);
+      if (const auto n = static_cast<int64_t>(row.drafts.size()); n > 0) {
+        s.ahead_logits_.resize(static_cast<size_t>(n * vocab));
+        ops.to_host(logits.rows(at, n), s.ahead_logits_.data());
+        s.ahead_.assign(row.drafts.begin(), row.drafts.end());
+        at += n;
+      }
       const float* values = one.data;
       if (row.want_logits || !ops.host_memory()) {
         std::vector<float>& to = row.want_logits ? s.logits_ : copy;
@@ -275,6 +392,43 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
     for (const StepRow& row : rows) row.session->clear_locked();
     throw StepFailed(e.what());
   }
+}
+
+std::vector<std::vector<int32_t>> draft(LoadedModel& loaded, std::span<const DraftRequest> rows) {
+  const std::scoped_lock lock(loaded.backend->busy);
+  if (!loaded.loaded) throw Invalid("the model's weights are not loaded");
+  Drafter* drafter = loaded.model->drafter();
+  if (!drafter) throw Invalid("the model has no layers that draft");
+  const int64_t most = most_ahead(loaded.model->state_specs());
+  std::vector<std::vector<int32_t>> out(rows.size());
+  std::vector<DraftRow> asked;
+  std::vector<size_t> whose;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const Session& s = *rows[i].session;
+    if (s.model_.get() != &loaded) throw Invalid("a session of another model");
+    check_ids({&rows[i].token, 1}, loaded.model->vocab());
+    const auto have = static_cast<int64_t>(s.tokens_.size());
+    for (size_t j = 0; j < i; ++j)
+      if (rows[j].session == rows[i].session) throw Invalid("a session stands in two rows of one draft");
+    // Behind the token, which takes a place of its own.
+    const int64_t room = std::min({rows[i].most, most, s.ctx() - have - 1});
+    if (room < 1) continue;
+    asked.push_back({s.state_.get(), static_cast<int32_t>(have), rows[i].token, room, {}, rows[i].logits});
+    whose.push_back(i);
+  }
+  if (asked.empty()) return out;
+  try {
+    for (const size_t i : whose) {
+      rows[i].session->forget_ahead();
+      rows[i].session->clear_stale_drafts();
+    }
+    drafter->draft(asked);
+  } catch (const std::exception& e) {
+    for (const DraftRequest& row : rows) row.session->clear_locked();
+    throw StepFailed(e.what());
+  }
+  for (size_t j = 0; j < asked.size(); ++j) out[whose[j]] = std::move(asked[j].drafts);
+  return out;
 }
 
 }  // namespace ds4

@@ -4,6 +4,11 @@
 //   tokens  t0 t1 ... t(n-1)          always exactly what the state was computed from
 //   state   one buffer per StateSpec  rows for n tokens
 //   logits  [vocab] after t(n-1)      or none (nobody asked, or the session was rewound)
+//   ahead   d1 d2 ... dk              evaluated in the last step behind the tokens, and logits after each of them: they
+//                                     are taken in one by one when they turn out to be what is drawn, or forgotten
+//
+// What was evaluated ahead leaves no trace: rings have spare rows for it, so that no row of the session's own is lost,
+// and rows of append buffers beyond the tokens count for nothing.
 //
 // Every public operation leaves the session in that form, also when it throws. Operations of one backend exclude each
 // other with a lock; a session is otherwise used by one thread at a time.
@@ -83,7 +88,15 @@ class Session {
   // Throws SessionInvalid when there are none.
   std::vector<float> logits() const;
 
-  // Persistence, generic over the specs: rows of buffer `index` as the payload stores them.
+  // Tokens evaluated ahead that may still be taken in.
+  int64_t n_ahead() const;
+  // `token` was drawn after the session's last one. When it is the next of those evaluated ahead, it becomes part of
+  // the session, `sampler` draws the token after it, exactly as `step` with that token would have, and the result is
+  // true. Else nothing is drawn, what was evaluated ahead is forgotten, and the result is false.
+  bool advance(int32_t token, Sampler& sampler, int32_t& sampled, SampleLogprobs& logprobs);
+
+  // Persistence, generic over the specs: rows of buffer `index` as the payload stores them. Rows of a ring are counted
+  // from the oldest kept one on, in the order of positions; rows that the ring has lost since are zeros.
   void export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const;
   // Replaces the session: `begin_import` clears it and makes room for the tokens; rows follow; `finish_import` makes it
   // valid. Between the two the session counts as empty. Token ids are checked (Invalid), room too (ContextLength).
@@ -95,7 +108,10 @@ class Session {
 
  private:
   friend void step(LoadedModel& model, std::span<struct StepRow> rows);
+  friend std::vector<std::vector<int32_t>> draft(LoadedModel& model, std::span<const struct DraftRequest> rows);
 
+  void forget_ahead() noexcept;
+  void clear_stale_drafts();
   void clear_locked() noexcept;
   bool can_rewind_locked(int64_t n) const;
   void rewind_locked(int64_t n);
@@ -107,6 +123,10 @@ class Session {
   std::atomic<int64_t> n_tokens_{0};  // tokens_.size(), readable beside a running step
   int64_t longest_ = 0;
   std::vector<float> logits_;  // empty: none
+  std::vector<int32_t> ahead_;
+  std::vector<float> ahead_logits_;  // [ahead, vocab]
+  size_t ahead_at_ = 0;              // the next one to take in
+  bool stale_drafts_ = false;        // the draft buffers are of other tokens
   std::vector<int32_t> importing_;
 };
 
@@ -117,6 +137,8 @@ struct StepRow {
   Sampler* sampler = nullptr;       // draws the token after the last one
   bool want_logits = false;         // keeps the logits of the last position in the session
   float* every = nullptr;           // not null: gets the logits of all positions, [tokens, vocab]
+  // Tokens that may follow, evaluated in the same pass for Session::advance. Needs a sampler; at most most_ahead.
+  std::span<const int32_t> drafts = {};
 
   int32_t sampled = -1;  // result of the sampler
   SampleLogprobs logprobs;
@@ -125,5 +147,17 @@ struct StepRow {
 // One forward pass over all rows. Checks everything first: on Invalid and ContextLength nothing has changed. On any
 // later failure all sessions of the step are cleared and StepFailed is thrown.
 void step(LoadedModel& model, std::span<StepRow> rows);
+
+// At most `most` tokens that may follow `token`, which was drawn after the session's last one.
+struct DraftRequest {
+  Session* session = nullptr;
+  int32_t token = 0;
+  int64_t most = 0;
+  std::vector<float>* logits = nullptr;  // gets what each draft was chosen by, [drafts, vocab]
+};
+
+// The guesses of the model's drafter, in one pass over all sessions. Nothing where none is asked or the context has no
+// room. Throws Invalid, and StepFailed as `step` does.
+std::vector<std::vector<int32_t>> draft(LoadedModel& model, std::span<const DraftRequest> rows);
 
 }  // namespace ds4

@@ -155,7 +155,7 @@ def test_lies_in_the_header_are_refused(model: ModelHandle) -> None:
     header = json.loads(data[16 : 16 + struct.unpack_from("<I", data, 12)[0]])
     buffers = header["buffers"]
     refused(model, b"X" + data[1:], "magic")
-    refused(model, data[:8] + struct.pack("<I", 2) + data[12:], "version 2")
+    refused(model, data[:8] + struct.pack("<I", 3) + data[12:], "version 3")
     refused(model, data[:12] + struct.pack("<I", 0xFFFFFFFF) + data[16:], "header of 4294967295 bytes")
     refused(model, data[:12] + struct.pack("<I", 0) + data[16:], "header of 0 bytes")
     refused(model, rewritten(data, family="mamba"), "family 'mamba'.*'llama'")

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
-from ds4.engine import hf_deepseek4
+from ds4.engine import drafts, hf_deepseek4
 from ds4.engine.tensors import DType, Tensor
 from tests.support.stored import Stored, write_safetensors
 
@@ -113,56 +113,94 @@ class _Draws:
         return np.stack([self._rng.permutation(experts)[:used] for _ in range(rows)]).astype(np.int64)
 
 
-def _draw(c: Mapping[str, Any], seed: int) -> dict[str, Array]:
-    d = _Draws(seed)
-    width, vocab, streams, dim = c["hidden_size"], c["vocab_size"], c["hc_mult"], c["head_dim"]
+def _layer(d: _Draws, c: Mapping[str, Any], p: str, ratio: int, table: Array | None) -> None:
+    """The tensors of a layer under `p`; its router scores where it has no table."""
+    width, streams, dim = c["hidden_size"], c["hc_mult"], c["head_dim"]
     heads, rank, groups, out_rank = c["num_attention_heads"], c["q_lora_rank"], c["o_groups"], c["o_lora_rank"]
-    experts, used, ff = c["n_routed_experts"], c["num_experts_per_tok"], c["moe_intermediate_size"]
+    experts, ff = c["n_routed_experts"], c["moe_intermediate_size"]
     index_heads, index_dim = c["index_n_heads"], c["index_head_dim"]
+    for kind in ("attn", "ffn"):
+        d.hyper(f"{p}hc_{kind}", 2 * streams + streams**2, streams * width, 3)
+    d.vector(p + "attn_norm.weight", width, 1.0)
+    d.vector(p + "ffn_norm.weight", width, 1.0)
+    a = p + "attn."
+    d.matrix(a + "wq_a.weight", rank, width)
+    d.vector(a + "q_norm.weight", rank, 1.0)
+    d.matrix(a + "wq_b.weight", heads * dim, rank)
+    d.matrix(a + "wkv.weight", dim, width)
+    d.vector(a + "kv_norm.weight", dim, 1.0)
+    d.matrix(a + "wo_a.weight", groups * out_rank, heads * dim // groups)
+    d.matrix(a + "wo_b.weight", width, groups * out_rank)
+    d.vector(a + "attn_sink", heads, 0.0, 1.0)
+    if ratio:
+        lanes = 2 if ratio == 4 else 1
+        d.normal(a + "compressor.ape", ratio, lanes * dim, scale=0.5)
+        d.matrix(a + "compressor.wkv.weight", lanes * dim, width)
+        d.matrix(a + "compressor.wgate.weight", lanes * dim, width)
+        d.vector(a + "compressor.norm.weight", dim, 1.0)
+    if ratio == 4:
+        d.matrix(a + "indexer.wq_b.weight", index_heads * index_dim, rank)
+        d.matrix(a + "indexer.weights_proj.weight", index_heads, width)
+        d.normal(a + "indexer.compressor.ape", 4, 2 * index_dim, scale=0.5)
+        d.matrix(a + "indexer.compressor.wkv.weight", 2 * index_dim, width)
+        d.matrix(a + "indexer.compressor.wgate.weight", 2 * index_dim, width)
+        d.vector(a + "indexer.compressor.norm.weight", index_dim, 1.0)
+    f = p + "ffn."
+    d.matrix(f + "gate.weight", experts, width, 2.0)
+    if table is not None:
+        d.weights[f + "gate.tid2eid"] = table
+    else:
+        d.vector(f + "gate.bias", experts, 0.0, 0.3)
+    for expert in (*(f"experts.{e}" for e in range(experts)), "shared_experts"):
+        d.matrix(f"{f}{expert}.w1.weight", ff, width, 2.0)
+        d.matrix(f"{f}{expert}.w3.weight", ff, width, 2.0)
+        d.matrix(f"{f}{expert}.w2.weight", width, ff)
 
+
+def _draw(c: Mapping[str, Any], seed: int) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The model's weights, and those of its multi-token prediction head."""
+    d = _Draws(seed)
+    width, vocab, streams = c["hidden_size"], c["vocab_size"], c["hc_mult"]
+    experts, used = c["n_routed_experts"], c["num_experts_per_tok"]
     d.normal("embed.weight", vocab, width)
     for layer in range(c["num_hidden_layers"]):
-        table, ratio = d.expert_table(vocab, experts, used), c["compress_ratios"][layer]
-        p = f"layers.{layer}."
-        for kind in ("attn", "ffn"):
-            d.hyper(f"{p}hc_{kind}", 2 * streams + streams**2, streams * width, 3)
-        d.vector(p + "attn_norm.weight", width, 1.0)
-        d.vector(p + "ffn_norm.weight", width, 1.0)
-        a = p + "attn."
-        d.matrix(a + "wq_a.weight", rank, width)
-        d.vector(a + "q_norm.weight", rank, 1.0)
-        d.matrix(a + "wq_b.weight", heads * dim, rank)
-        d.matrix(a + "wkv.weight", dim, width)
-        d.vector(a + "kv_norm.weight", dim, 1.0)
-        d.matrix(a + "wo_a.weight", groups * out_rank, heads * dim // groups)
-        d.matrix(a + "wo_b.weight", width, groups * out_rank)
-        d.vector(a + "attn_sink", heads, 0.0, 1.0)
-        if ratio:
-            lanes = 2 if ratio == 4 else 1
-            d.normal(a + "compressor.ape", ratio, lanes * dim, scale=0.5)
-            d.matrix(a + "compressor.wkv.weight", lanes * dim, width)
-            d.matrix(a + "compressor.wgate.weight", lanes * dim, width)
-            d.vector(a + "compressor.norm.weight", dim, 1.0)
-        if ratio == 4:
-            d.matrix(a + "indexer.wq_b.weight", index_heads * index_dim, rank)
-            d.matrix(a + "indexer.weights_proj.weight", index_heads, width)
-            d.normal(a + "indexer.compressor.ape", 4, 2 * index_dim, scale=0.5)
-            d.matrix(a + "indexer.compressor.wkv.weight", 2 * index_dim, width)
-            d.matrix(a + "indexer.compressor.wgate.weight", 2 * index_dim, width)
-            d.vector(a + "indexer.compressor.norm.weight", index_dim, 1.0)
-        f = p + "ffn."
-        d.matrix(f + "gate.weight", experts, width, 2.0)
-        if layer < c["num_hash_layers"]:
-            d.weights[f + "gate.tid2eid"] = table
-        else:
-            d.vector(f + "gate.bias", experts, 0.0, 0.3)
-        for expert in (*(f"experts.{e}" for e in range(experts)), "shared_experts"):
-            d.matrix(f"{f}{expert}.w1.weight", ff, width, 2.0)
-            d.matrix(f"{f}{expert}.w3.weight", ff, width, 2.0)
-            d.matrix(f"{f}{expert}.w2.weight", width, ff)
+        table = d.expert_table(vocab, experts, used)
+        _layer(d, c, f"layers.{layer}.", c["compress_ratios"][layer], table if layer < c["num_hash_layers"] else None)
     d.vector("norm.weight", width, 1.0)
     d.matrix("head.weight", vocab, width, 2.0)
     d.hyper("hc_head", streams, streams * width, 1)
+    weights, d.weights = d.weights, {}
+    _layer(d, c, "mtp.0.", 0, None)
+    d.matrix("mtp.0.e_proj.weight", width, width)
+    d.matrix("mtp.0.h_proj.weight", width, width)
+    for name in ("enorm", "hnorm", "norm"):
+        d.vector(f"mtp.0.{name}.weight", width, 1.0)
+    d.hyper("mtp.0.hc_head", streams, streams * width, 1)
+    return weights, d.weights
+
+
+DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_markov_rank": 32,
+    "dspark_noise_token_id": 319,
+    "dspark_target_layer_ids": [2, 3, 4],
+}
+
+
+def dspark_weights(c: Mapping[str, Any], seed: int = SEED + 2) -> dict[str, Array]:
+    """A random DSpark drafter of three stages under its published names, see `DSPARK`."""
+    d = _Draws(seed)
+    width, vocab, streams, rank = c["hidden_size"], c["vocab_size"], c["hc_mult"], DSPARK["dspark_markov_rank"]
+    assert isinstance(rank, int)
+    d.matrix("mtp.0.main_proj.weight", width, 3 * width)
+    d.vector("mtp.0.main_norm.weight", width, 1.0)
+    for stage in range(3):
+        _layer(d, c, f"mtp.{stage}.", 0, None)
+    d.vector("mtp.2.norm.weight", width, 1.0)
+    d.hyper("mtp.2.hc_head", streams, streams * width, 1)
+    d.matrix("mtp.2.markov_head.markov_w1.weight", vocab, rank)
+    d.matrix("mtp.2.markov_head.markov_w2.weight", vocab, rank, 4.0)
+    d.matrix("mtp.2.confidence_head.proj.weight", 1, width + rank)
     return d.weights
 
 
@@ -174,6 +212,8 @@ class TinyDeepSeek4:
     config: dict[str, Any]
     weights: dict[str, Array]
     """Published name -> float32 values, the tables of experts int64."""
+    head: dict[str, Array]
+    """The multi-token prediction head's, which is in a file only where it is asked for."""
 
     def prompt(self) -> npt.NDArray[np.int32]:
         """The tokens that the references continue."""
@@ -181,7 +221,8 @@ class TinyDeepSeek4:
         return draws.astype(np.int32)
 
     def reference(self, name: str) -> npt.NDArray[np.float32]:
-        """ "logits" and "logits_qat" [T, vocab], "streams" [layers + 1, streams, width] of the last token."""
+        """ "logits" and "logits_qat" [T, vocab], "streams" [layers + 1, streams, width] of the last token; "mtp_logits"
+        [43, vocab] of the head for every seventh pair of tokens, by a separate implementation in float64."""
         values: npt.NDArray[np.float32] = np.load(DATA / f"{self.variant}_{name}.npy")
         return values
 
@@ -193,10 +234,14 @@ class TinyDeepSeek4:
         write_safetensors(path / "model.safetensors", self.weights if weights is None else weights)
         return path
 
-    def gguf_tensors(self) -> dict[str, Array]:
-        """Values under GGUF's names, the experts of a layer in one array."""
-        files = {n: Tensor(n, w.shape, _dtype(w), memoryview(w).cast("B")) for n, w in self.weights.items()}
+    def gguf_tensors(self, draft: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """Values under GGUF's names, the experts of a layer in one array; with those of `draft` layers."""
+        files = {n: _tensor(n, w) for n, w in self.weights.items()}
         named = hf_deepseek4.tensors(Path("tiny"), self.config, files)
+        if draft is not None:
+            found = drafts.from_directory(Path("tiny"), DSPARK, {n: _tensor(n, w) for n, w in draft.items()})
+            assert found is not None
+            named |= found.tensors
         out: dict[str, Array] = {}
         stacks: dict[str, list[Array]] = {}
         for name, t in named.items():
@@ -239,6 +284,10 @@ class TinyDeepSeek4:
         return path
 
 
+def _tensor(name: str, values: Array) -> Tensor:
+    return Tensor(name, values.shape, _dtype(values), memoryview(values).cast("B"))
+
+
 def _dtype(values: Array) -> DType:
     return DType.I64 if values.dtype == np.int64 else DType.F32
 
@@ -271,10 +320,10 @@ def digest(weights: Mapping[str, Array]) -> str:
 def tiny(variant: str) -> TinyDeepSeek4:
     """The model that the references belong to. Raises AssertionError where numpy draws other numbers."""
     c = config(variant)
-    weights = _draw(c, SEED)
+    weights, head = _draw(c, SEED)
     found = digest(weights)
     assert found == DIGESTS[variant], f"numpy {np.__version__} draws weights {found}, not {DIGESTS[variant]}"
-    return TinyDeepSeek4(variant, c, weights)
+    return TinyDeepSeek4(variant, c, weights, head)
 
 
 def drawn(seed: int, **changes: Any) -> TinyDeepSeek4:
