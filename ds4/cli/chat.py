@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ds4._dsml import ContentDelta, Parser, ReasoningDelta
+from ds4.engine.drafting import Decoder, DraftPolicy
 from ds4.engine.types import EngineLike, Row, SamplerLike, SamplingParams, SessionLike
 from ds4.errors import Cancelled, ContextLengthError
 from ds4.prompt.types import Conversation, Message, Renderer, Segment
@@ -60,6 +61,7 @@ class Chat:
     raw: bool = False
 
     def __post_init__(self) -> None:
+        self._policy = DraftPolicy(self.engine.most_drafts)
         self.reset()
 
     def reset(self, ctx: int | None = None) -> None:
@@ -143,6 +145,7 @@ class Chat:
         tokenizer = self.engine.tokenizer
         parser = Parser("raw" if self.raw else self.renderer.syntax, thinking=thinking, tools=False)
         stops = frozenset(tokenizer.eos_ids)
+        decoder = Decoder(self.engine, self.session, sampler, self._policy)
         finish, generated = "length", 0
         while generated < self.max_tokens:
             if token is None or token < 0:
@@ -160,7 +163,7 @@ class Chat:
                 self.engine.step([Row(self.session, [token])])
                 break
             sampler.force_greedy(parser.greedy)
-            token = self.engine.step([Row(self.session, [token], sampler=sampler)])[0].token
+            token = decoder.after(token, self.max_tokens - generated - 1).token
         self._emit(parser.finish("eos" if finish == "stop" else "length"), out)
         return finish, generated
 

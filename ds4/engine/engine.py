@@ -22,6 +22,7 @@ import xxhash
 
 from ds4 import _cpu
 from ds4.engine.demo import demo_model_path
+from ds4.engine.drafting import Decoder
 from ds4.engine.drafts import DraftFile, read_draft_file
 from ds4.engine.memory import available_memory, check_plan
 from ds4.engine.model_file import HValue, ModelFile, open_model_file
@@ -255,6 +256,7 @@ class Engine:
             session.sync(tokens)
             sampler.observe(tokens, prompt=True)
             token: int | None = sampler.sample(session.logits()[: self._vocab])[0] if max_tokens > 0 else None
+            next_draw = Decoder(self, session, sampler)
             for made in range(max_tokens):
                 if token is None or token < 0 or token in tokenizer.eos_ids:
                     break
@@ -262,7 +264,7 @@ class Engine:
                     yield text
                 if made + 1 == max_tokens or session.n_tokens == session.ctx:
                     break
-                token = self.step([Row(session, [token], sampler)])[0].token
+                token = next_draw.after(token, max_tokens - made - 2).token
             if text := decoder.decode(b"", final=True):
                 yield text
         finally:

@@ -94,9 +94,9 @@ class Generation:
 
     __slots__ = (
         "_constrained", "_created", "_eos", "_evaluated", "_first_token", "_greedy", "_last_token", "_matcher",
-        "_over", "_parser", "_reasoning_tokens", "_stop", "_token_bytes", "_tokenizer", "assigned", "begun", "cold",
-        "completion_tokens", "frontiers", "job", "last_token_time", "next_token", "position", "restoring", "reuse",
-        "sampler", "slot",
+        "_over", "_parser", "_reasoning_tokens", "_stop", "_token_bytes", "_tokenizer", "accepted", "assigned", "begun",
+        "cold", "completion_tokens", "drafted", "frontiers", "job", "last_token_time", "next_token", "position",
+        "restoring", "reuse", "sampler", "slot",
     )  # fmt: skip
 
     def __init__(self, job: Job, slot: Slot, reuse: Reuse, engine: EngineLike, now: float) -> None:
@@ -117,6 +117,9 @@ class Generation:
         self.next_token: int | None = None
         """The token drawn last, to be evaluated in the next step; None during prefill."""
         self.completion_tokens = 0
+        self.drafted = 0
+        """Tokens that were guessed, and how many of them were right."""
+        self.accepted = 0
         self.assigned = now
         self.last_token_time = now
         self.sampler: SamplerLike = engine.new_sampler(request.sampling)
@@ -267,9 +270,38 @@ class Generation:
 
     # ---- decode
 
-    def decode_row(self) -> Row:
+    def decode_row(self, drafts: int = 0) -> Row:
+        """The token drawn last, with at most so many guesses of what follows."""
         assert self.next_token is not None
-        return Row(self.slot.session, (self.next_token,), self.sampler)
+        session = self.slot.session
+        if drafts:
+            # The step draws one token anyway, and the last one drawn is never evaluated.
+            left = self.job.request.max_tokens - self.completion_tokens - 1
+            drafts = max(0, min(drafts, left, session.ctx - session.n_tokens - 1))
+        return Row(session, (self.next_token,), self.sampler, drafts=drafts)
+
+    def accept_all(
+        self, result: RowResult, now: float, events: list[Event], reached: Callable[[], None]
+    ) -> tuple[bool, int]:
+        """Takes a drawn token and those guessed ahead that turn out right; (the generation is over, tokens taken).
+
+        Each is drawn when the one before it has had its effect on the sampler, so all are those of plain decode.
+        `reached` is called after each, when the session holds what it held after that token's own step.
+        """
+        over, count = self.accept(result, now, events), 1
+        reached()
+        ahead = result.ahead
+        if ahead is None:
+            return over, count
+        self.drafted += ahead.drafted
+        while not over and self.next_token is not None:
+            following = ahead.after(self.next_token)
+            if following is None:
+                break
+            self.accepted += 1
+            over, count = self.accept(following, now, events), count + 1
+            reached()
+        return over, count
 
     def accept(self, result: RowResult, now: float, events: list[Event]) -> bool:
         """Takes a drawn token; True when the generation is over. Raises EngineError when none could be drawn."""
@@ -350,6 +382,8 @@ class Generation:
             cache_write_tokens=min(self._asked, max(0, self.position - self.reuse.tokens)),
             completion_tokens=self.completion_tokens,
             reasoning_tokens=self._reasoning_tokens,
+            drafted=self.drafted,
+            accepted=self.accepted,
             stop=self._stop,
             error=error,
             ttft=(self._first_token or evaluated) - self._created,

@@ -200,8 +200,12 @@ def log_generation(request: GenerationRequest, started: Started | None, end: Fin
         }
         text += (
             f" gen={end.completion_tokens} ttft={end.ttft:.3f}s prefill={prefill_rate:.1f} t/s"
-            f" decode={max(0.0, decode_rate):.1f} t/s finish={end.reason}"
+            f" decode={max(0.0, decode_rate):.1f} t/s"
         )
+        if end.drafted:
+            fields |= {"drafted": end.drafted, "accepted": end.accepted}
+            text += f" drafts={end.accepted}/{end.drafted}"
+        text += f" finish={end.reason}"
     else:
         fields |= {"finish": "error", "error": end.message, "status": end.status}
         text += f' finish=error error="{end.message}"'

@@ -93,6 +93,12 @@ class StepLike(Protocol):
     def ttft(self) -> Sequence[float]: ...
     @property
     def itl(self) -> Sequence[float]: ...
+    @property
+    def drafted(self) -> int: ...
+    @property
+    def accepted(self) -> int: ...
+    @property
+    def draft_seconds(self) -> float: ...
 
 
 class ReuseLike(Protocol):
@@ -147,6 +153,9 @@ class Metrics:
         self.step_seconds = Histogram(SECONDS)
         self.step_rows = Histogram(WIDTHS)
         self.prefill_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        self.draft_seconds = 0.0
         # Every path works with and without `/v1`.
         self._labels = {
             prefix + name.removeprefix("/v1"): name
@@ -190,6 +199,9 @@ class Metrics:
         self.queue_length = report.queued
         self.slots_busy = report.busy
         self.itl.observe_all(report.itl)
+        self.drafted_tokens += report.drafted
+        self.accepted_tokens += report.accepted
+        self.draft_seconds += report.draft_seconds
         if report.ttft:
             self.ttft.observe_all(report.ttft)
 
@@ -246,6 +258,9 @@ class _Collector:
         yield CounterMetricFamily("ds4_prompt_tokens", "Prompt tokens of ended generations.", m.prompt_tokens)
         yield CounterMetricFamily("ds4_prefill_tokens", "Prompt tokens evaluated.", m.prefill_tokens)
         yield CounterMetricFamily("ds4_completion_tokens", "Tokens sampled.", m.completion_tokens)
+        yield CounterMetricFamily("ds4_draft_tokens", "Tokens guessed ahead.", m.drafted_tokens)
+        yield CounterMetricFamily("ds4_draft_tokens_accepted", "Guesses that were sampled.", m.accepted_tokens)
+        yield CounterMetricFamily("ds4_draft_seconds", "Time that guessing took.", m.draft_seconds)
         cached = CounterMetricFamily(
             "ds4_cached_tokens", "Prompt tokens not evaluated again, by cache tier.", labels=("tier",)
         )

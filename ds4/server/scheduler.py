@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4._core import common_prefix_tokens
+from ds4.engine.drafting import DraftPolicy
 from ds4.engine.types import Row, RowResult
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
 from ds4.server.generation import Generation, Job, Restoring
@@ -52,6 +54,7 @@ Deliver = Callable[[list[tuple[Job, list[Event]]]], None]
 class SchedulerConfig:
     """`slots` resident sessions; the two prefill budgets in tokens per step.
 
+    `speculate`: a generation that decodes alone has the engine guess ahead, where it can and as long as that pays.
     `step_seconds` bounds how long a prefill step may take by measured speed: a cancellation, a new request and a
     shutdown wait for the running step. The budget is then a smaller multiple of `mixed_prefill_quantum`.
     """
@@ -60,6 +63,7 @@ class SchedulerConfig:
     prefill_quantum: int = 2048
     mixed_prefill_quantum: int = 128
     step_seconds: float = 0.1
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         for name in ("slots", "prefill_quantum", "mixed_prefill_quantum"):
@@ -90,10 +94,16 @@ class Plan:
         self.rows.append(row)
         self.work.append(work)
 
+    @property
+    def alone(self) -> bool:
+        """One generation decodes, and nothing else is done."""
+        return len(self.work) == 1 and self.work[0].end is None
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step in numbers: seconds, rows and tokens; seconds of first tokens (TTFT) and between tokens (ITL)."""
+    """One step in numbers: seconds, rows and tokens; seconds of first tokens (TTFT) and between tokens (ITL); tokens
+    that were guessed and that were right, and what guessing took."""
 
     seconds: float
     decode_rows: int
@@ -103,6 +113,9 @@ class StepReport:
     busy: int
     ttft: Sequence[float]
     itl: Sequence[float]
+    drafted: int = 0
+    accepted: int = 0
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +182,7 @@ class Scheduler:
         self._clock = clock
         self._inbox: SimpleQueue[Job | _Cancel | _Restored | _Shutdown] = SimpleQueue()
         self._accepting = True
+        self._drafting = DraftPolicy(engine.most_drafts if config.speculate else 0)
         self._queue: deque[Job] = deque()
         self._outbox: list[tuple[Job, list[Event]]] = []
         self._line: list[Generation] = []
@@ -246,6 +260,8 @@ class Scheduler:
             if generation is not None and not generation.prefilling:
                 plan.add(generation.decode_row(), Work(generation))
         self._add_prefill(plan)
+        if plan.alone and (drafts := self._drafting.wanted()):
+            plan.rows[0] = plan.work[0].generation.decode_row(drafts)
         self._flush()
         if self._observer is not None and not plan.rows:
             self._tell(self._observer.on_idle)
@@ -257,6 +273,8 @@ class Scheduler:
         now = self._clock()
         ttft: list[float] = []
         itl: list[float] = []
+        drafted = accepted = 0
+        draft_seconds = 0.0
         for work, result in zip(plan.work, results, strict=True):
             generation = work.generation
             job = generation.job
@@ -266,16 +284,20 @@ class Scheduler:
             before = generation.last_token_time
             try:
                 if work.end is None:
-                    over = generation.accept(result, now, events)
-                    itl.append(now - before)
+                    if result.ahead is not None:
+                        drafted += result.ahead.drafted
+                        draft_seconds = result.ahead.seconds
+                    over, count = generation.accept_all(result, now, events, partial(self._reached, generation))
+                    accepted += count - 1
+                    itl += [now - before] + [0.0] * (count - 1)
                 else:
                     over = generation.prefilled(work.end, result, now, events)
                     if work.end == generation.prompt_tokens and generation.completion_tokens:
                         ttft.append(now - (job.request.created or job.submitted))
                 if work.end == generation.prompt_tokens and job.query.key:
                     generation.slot.asked = LiveText(job.query.key, work.end, last=int(job.prompt[-1]))
-                if self._checkpoints is not None:
-                    self._checkpoints.reached(generation)
+                if work.end is not None:
+                    self._reached(generation)
             except Exception as error:
                 self._end(generation, self._failure(error), events)
                 continue
@@ -284,6 +306,8 @@ class Scheduler:
             if events:
                 self._outbox.append((job, events))
         self._measure(plan, now)
+        if plan.alone:
+            self._drafting.observe(drafted, accepted, now - plan.started)
         self._flush()
         if self._observer is not None:
             decode_rows = sum(work.end is None for work in plan.work)
@@ -296,8 +320,16 @@ class Scheduler:
                 busy=self.slots.n_busy,
                 ttft=ttft,
                 itl=itl,
+                drafted=drafted,
+                accepted=accepted,
+                draft_seconds=draft_seconds,
             )
             self._tell(self._observer.on_step, report)
+
+    def _reached(self, generation: Generation) -> None:
+        """A chunk or a token was evaluated."""
+        if self._checkpoints is not None:
+            self._checkpoints.reached(generation)
 
     def fail(self, plan: Plan, error: Exception) -> None:
         """The step failed: each of its jobs is told so, its sessions are empty, the server goes on."""

@@ -149,6 +149,8 @@ class SampledToken:
 class Finish:
     """The normal end. `stop` is the client's stop string that matched; times are seconds.
 
+    `drafted` tokens were guessed ahead, `accepted` of them were right.
+
     Reason "error": the output is unusable, a tool call was announced but never completed; `error` says why.
     """
 
@@ -163,6 +165,8 @@ class Finish:
     ttft: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

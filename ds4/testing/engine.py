@@ -115,6 +115,25 @@ class ScriptedSampler:
         return -1 if masked or token in self.forbidden else token
 
 
+class ScriptedAhead:
+    """Tokens that were guessed; taken in as far as they are what the script says."""
+
+    def __init__(self, session: ScriptedSession, sampler: ScriptedSampler, drafts: list[int], seconds: float) -> None:
+        self.drafted = len(drafts)
+        self.seconds = seconds
+        self._session = session
+        self._sampler = sampler
+        self._left = drafts
+
+    def after(self, token: int) -> RowResult | None:
+        if not self._left or self._left[0] != token:
+            self._left = []
+            return None
+        del self._left[0]
+        self._session.append([token])
+        return self._sampler.draw(self._session)
+
+
 class ScriptedSession:
     """A timeline of tokens. `rewinds` False makes it a family whose state cannot be cut (rings, recurrent)."""
 
@@ -252,8 +271,9 @@ class ScriptedEngine:
     >>> ScriptedEngine(model=hash_model(1, end=256))           # next token as a function of all tokens
 
     `step_seconds` per step and `prefill_token_seconds` per prompt token are slept (by `sleep`), so that a real
-    thread sees plausible timing. `rewinds` False: sessions that can only grow. `tokenizer` may be a real one: then
-    whole texts are encoded by it, and a list of pieces piece by piece.
+    thread sees plausible timing. `guess` makes it an engine that drafts: the tokens that may follow those of a session;
+    a step with drafts takes `draft_seconds` more. `rewinds` False: sessions that can only grow. `tokenizer` may be a
+    real one: then whole texts are encoded by it, and a list of pieces piece by piece.
     """
 
     def __init__(
@@ -268,6 +288,8 @@ class ScriptedEngine:
         rewinds: bool = True,
         step_seconds: float = 0.0,
         prefill_token_seconds: float = 0.0,
+        draft_seconds: float = 0.0,
+        guess: Callable[[list[int]], Sequence[int]] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if model is not None and scripts:
@@ -297,6 +319,8 @@ class ScriptedEngine:
         self._rewinds = rewinds
         self._step_seconds = step_seconds
         self._prefill_token_seconds = prefill_token_seconds
+        self._draft_seconds = draft_seconds
+        self._guess = guess
         self._sleep = sleep
         self._failures: dict[int, Exception] = {}
         self._prefill_failure: Exception | None = None
@@ -338,6 +362,10 @@ class ScriptedEngine:
     @property
     def fingerprint(self) -> str:
         return f"scripted {self._info.id}"
+
+    @property
+    def most_drafts(self) -> int:
+        return 16 if self._guess is not None else 0
 
     def new_session(self, ctx: int | None = None) -> ScriptedSession:
         session = ScriptedSession(
@@ -437,6 +465,8 @@ class ScriptedEngine:
                     delay = max(delay, sampler.script.delay)
                     if sampler.script.failure == sampler.drawn + 1:
                         error = EngineError(f"scripted failure at token {sampler.script.failure}")
+        drafts = [self._drafts(row, session) for row, session in zip(rows, sessions, strict=True)]
+        delay += self._draft_seconds if any(drafts) else 0.0
         seconds = self._step_seconds + delay + prefill * self._prefill_token_seconds
         if seconds > 0:
             self._sleep(seconds)
@@ -444,10 +474,13 @@ class ScriptedEngine:
             for session in sessions:
                 session.clear()
             raise error
-        results = [
-            RowResult(None) if sampler is None else sampler.draw(session)
-            for session, sampler in zip(sessions, samplers, strict=True)
-        ]
+        results = []
+        for session, sampler, guesses in zip(sessions, samplers, drafts, strict=True):
+            result = RowResult(None) if sampler is None else sampler.draw(session)
+            if sampler is not None and guesses:
+                ahead = ScriptedAhead(session, sampler, guesses, self._draft_seconds)
+                result = RowResult(result.token, result.logprobs, ahead)
+            results.append(result)
         self.steps.append(
             StepRecord(
                 tuple(
@@ -457,6 +490,12 @@ class ScriptedEngine:
             )
         )
         return results
+
+    def _drafts(self, row: Row, session: ScriptedSession) -> list[int]:
+        """What the row tries; its own token is part of the session by now."""
+        if not isinstance(row.drafts, int):
+            return list(row.drafts)
+        return list(self._guess(session.tokens.tolist()))[: row.drafts] if self._guess and row.drafts else []
 
     def _check(self, rows: Sequence[Row]) -> list[ScriptedSession]:
         """Everything that the real engine refuses before it changes anything."""
@@ -473,7 +512,10 @@ class ScriptedEngine:
                 raise ValueError(f"session {session.index} has a row without tokens")
             if min(row.tokens) < 0 or max(row.tokens) >= self._info.vocab_size:
                 raise ValueError(f"session {session.index} has a token outside 0..{self._info.vocab_size - 1}")
-            if session.n_tokens + len(row.tokens) > session.ctx:
-                raise ContextLengthError(session.n_tokens + len(row.tokens), session.ctx)
+            if row.drafts and (len(row.tokens) != 1 or row.sampler is None):
+                raise ValueError(f"session {session.index} has drafts behind something else than one token")
+            room = row.drafts if isinstance(row.drafts, int) else len(row.drafts)
+            if session.n_tokens + len(row.tokens) + room > session.ctx:
+                raise ContextLengthError(session.n_tokens + len(row.tokens) + room, session.ctx)
             sessions.append(session)
         return sessions

@@ -24,6 +24,9 @@ class Step:
     busy: int = 0
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    draft_seconds: float = 0.0
 
 
 @dataclass
