@@ -29,12 +29,19 @@ class TurnStats:
     prefill_seconds: float
     generated: int
     decode_seconds: float
+    drafted: int = 0
+    accepted: int = 0
+    draft_seconds: float = 0.0
+    draft_timing: bool = False
 
     def line(self) -> str:
         """`prefill: X t/s, generation: Y t/s`, the closing line of a turn."""
         prefill = self.prefilled / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
         decode = self.generated / self.decode_seconds if self.decode_seconds > 0 else 0.0
-        return f"prefill: {prefill:.2f} t/s, generation: {decode:.2f} t/s"
+        line = f"prefill: {prefill:.2f} t/s, generation: {decode:.2f} t/s"
+        if self.draft_timing:
+            line += f", drafts: {self.accepted} of {self.drafted} accepted in {1000 * self.draft_seconds:.1f} ms"
+        return line
 
 
 class Output(Protocol):
@@ -49,7 +56,8 @@ class Output(Protocol):
 class Chat:
     """A session and the conversation it holds.
 
-    `raw` sends the text as it is: no chat markers, generation goes on from the last byte.
+    `raw` sends the text as it is: no chat markers, generation goes on from the last byte. `draft_timing`: the closing
+    line tells what guessing took and gained.
     """
 
     engine: EngineLike
@@ -59,6 +67,7 @@ class Chat:
     system: str = ""
     effort: str | int = "high"
     raw: bool = False
+    draft_timing: bool = False
 
     def __post_init__(self) -> None:
         self._policy = DraftPolicy(self.engine.most_drafts)
@@ -119,7 +128,8 @@ class Chat:
         first = self.engine.step([Row(self.session, prompt[-1:], sampler=sampler)])[0].token
         prefilled = time.perf_counter()
         out.prefill(len(prompt) - reused, len(prompt) - reused)
-        finish, generated = self._decode(first, sampler, thinking, out, cancelled)
+        decoder = Decoder(self.engine, self.session, sampler, self._policy)
+        finish, generated = self._decode(first, sampler, decoder, thinking, out, cancelled)
         return TurnStats(
             finish,
             len(prompt),
@@ -128,6 +138,10 @@ class Chat:
             prefilled - start,
             generated,
             time.perf_counter() - prefilled,
+            decoder.drafted,
+            decoder.accepted,
+            decoder.draft_seconds,
+            self.draft_timing,
         )
 
     def _withdraw(self, live: list[int]) -> None:
@@ -140,12 +154,17 @@ class Chat:
             self.session.sync(live)
 
     def _decode(
-        self, token: int | None, sampler: SamplerLike, thinking: bool, out: Output, cancelled: Callable[[], bool]
+        self,
+        token: int | None,
+        sampler: SamplerLike,
+        decoder: Decoder,
+        thinking: bool,
+        out: Output,
+        cancelled: Callable[[], bool],
     ) -> tuple[str, int]:
         tokenizer = self.engine.tokenizer
         parser = Parser("raw" if self.raw else self.renderer.syntax, thinking=thinking, tools=False)
         stops = frozenset(tokenizer.eos_ids)
-        decoder = Decoder(self.engine, self.session, sampler, self._policy)
         finish, generated = "length", 0
         while generated < self.max_tokens:
             if token is None or token < 0:

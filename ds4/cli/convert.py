@@ -26,6 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     p.add_argument("target", type=Path, help="the new .gguf file")
     add_type_flags(p, ENCODABLE, "as the source")
     p.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    p.add_argument("--drafts", action="store_true", help="take the layers that draft along (--mtp, --dspark)")
     p.add_argument("--force", action="store_true", help="replace an existing file")
     p.set_defaults(run=run)
 
@@ -35,7 +36,13 @@ def run(args: argparse.Namespace) -> int:
     model = open_model_file(args.source)
     with_progress(
         lambda progress: convert(
-            model, args.target, plan, tokenizer=not args.no_tokenizer, force=args.force, progress=progress
+            model,
+            args.target,
+            plan,
+            tokenizer=not args.no_tokenizer,
+            drafts=args.drafts,
+            force=args.force,
+            progress=progress,
         ),
         args.target,
     )

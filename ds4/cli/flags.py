@@ -164,6 +164,66 @@ ENGINE_FLAGS = (
     ),
 )
 
+# `draft_timing` and `mtp_exact` are no fields of an engine's configuration.
+DRAFT_FLAGS = (
+    Flag(
+        ("--mtp",),
+        "mtp",
+        "guess tokens ahead with the model's multi-token prediction head",
+        default=False,
+        topic="drafts",
+    ),
+    Flag(
+        ("--mtp-model",),
+        "mtp_model",
+        "file with the layers that guess, beside the model",
+        "FILE",
+        path,
+        None,
+        "drafts",
+        shown="the model's own",
+    ),
+    Flag(
+        ("--mtp-draft",), "mtp_draft", "most tokens that --mtp guesses for one step", "N", integer(1, 16), 1, "drafts"
+    ),
+    Flag(
+        ("--mtp-margin",),
+        "mtp_margin",
+        "a guess whose logit leads the second best by less is the last one of a step",
+        "F",
+        number(0, 1000),
+        3.0,
+        "drafts",
+    ),
+    Flag(
+        ("--mtp-exact-sampling",),
+        "mtp_exact",
+        "always so: sampled tokens are those of a run without guesses",
+        default=True,
+        topic="drafts",
+    ),
+    Flag(("--mtp-timing",), "draft_timing", "tell what guessing took and gained", default=False, topic="drafts"),
+    Flag(("--dspark",), "dspark", "guess with the model's DSpark block drafter", default=False, topic="drafts"),
+    Flag(
+        ("--dspark-confidence",),
+        "dspark_confidence",
+        "a block ends before the first guess that is less sure",
+        "F",
+        number(0, 1),
+        0.8,
+        "drafts",
+    ),
+    Flag(
+        ("--dspark-strict", "--mtp-spec-disable"),
+        "speculate",
+        "load what guesses, but decode without it",
+        default=True,
+        stores=False,
+        topic="drafts",
+        shown="off",
+    ),
+)
+
 SAMPLING_FLAGS = (
     Flag(
         ("--temp", "--default-temperature"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from ds4.cli import convert, inspect, kv, logits, synth, tokenize
 from ds4.cli.flags import (
+    DRAFT_FLAGS,
     ENGINE_FLAGS,
     SAMPLING_FLAGS,
     Flag,
@@ -46,6 +47,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--raw-prompt", "--raw"), "raw", "no chat markers: continue the text", default=False, topic="prompt"),
     Flag(("--tokens", "-n"), "max_tokens", "most new tokens of a turn", "N", integer(1), 50_000, topic="prompt"),
     *ENGINE_FLAGS,
+    *DRAFT_FLAGS,
     *SAMPLING_FLAGS,
     Flag(
         ("--seed",), "seed", "same seed, same text", "N", integer(0, 2**63 - 1), None, topic="sampling", shown="random"
@@ -60,6 +62,7 @@ FLAGS: tuple[Flag, ...] = (
 TOPICS = {
     "prompt": "Prompt",
     "runtime": "Model and engine",
+    "drafts": "Guessing ahead (speculative decoding)",
     "sampling": "Sampling",
     "thinking": "Thinking",
     "diagnostics": "Diagnostics",
@@ -81,6 +84,7 @@ class ChatConfig:
     max_tokens: int
     raw: bool
     effort: str
+    draft_timing: bool = False
 
 
 def read_prompt(values: Mapping[str, Any]) -> str | None:
@@ -101,7 +105,7 @@ def read_prompt(values: Mapping[str, Any]) -> str | None:
 
 
 def chat_config(values: dict[str, Any]) -> ChatConfig:
-    engine_fields = {flag.field for flag in ENGINE_FLAGS}
+    engine_fields = {flag.field for flag in (*ENGINE_FLAGS, *DRAFT_FLAGS)} - {"draft_timing", "mtp_exact"}
     sampling_fields = {flag.field for flag in SAMPLING_FLAGS} | {"seed"}
     return ChatConfig(
         engine=EngineConfig(slots=1, **{k: v for k, v in values.items() if k in engine_fields}),
@@ -111,6 +115,7 @@ def chat_config(values: dict[str, Any]) -> ChatConfig:
         max_tokens=values["max_tokens"],
         raw=values["raw"],
         effort=values["effort"],
+        draft_timing=values["draft_timing"],
     )
 
 
@@ -132,6 +137,7 @@ def run_chat(config: ChatConfig) -> int:
             system=system_text(config.system, syntax.name),
             effort=config.effort if syntax.thinking else "none",
             raw=config.raw,
+            draft_timing=config.draft_timing,
         )
         if config.prompt is not None:
             return one_shot(chat, config.prompt)

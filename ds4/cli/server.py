@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4.cli.flags import (
+    DRAFT_FLAGS,
     ENGINE_FLAGS,
     SAMPLING_FLAGS,
     Flag,
@@ -38,6 +39,7 @@ _INTRO = """Serves a local model to OpenAI-compatible clients: /v1/chat/completi
 
 TOPICS = {
     "runtime": "Model and engine",
+    "drafts": "Guessing ahead (speculative decoding)",
     "api": "HTTP and API",
     "kv-cache": "Checkpoints on disk",
     "sampling": "Sampling defaults of requests",
@@ -216,6 +218,7 @@ SERVER_FLAGS = (
         30.0,
         "api",
     ),
+    *DRAFT_FLAGS,
     *KV_FLAGS,
     *SAMPLING_FLAGS,
 )
@@ -236,6 +239,7 @@ def read_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig
     key_file: Path | None = values.pop("api_key_file")
     if key_file is not None:
         values["api_keys"] = (*values["api_keys"], *_read_keys(key_file))
+    values.pop("mtp_exact")
     kv = _kv_config(values)
     return ServerConfig(
         kv=kv,

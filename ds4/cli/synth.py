@@ -24,6 +24,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     p.add_argument("--size", default="tiny", help="default: %(default)s")
     p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     p.add_argument("--layers", type=int, help="only the first N layers")
+    kinds = p.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--mtp", dest="drafts", action="store_const", const="mtp", help="with a multi-token prediction head"
+    )
+    kinds.add_argument(
+        "--dspark", dest="drafts", action="store_const", const="dspark", help="with a DSpark block drafter"
+    )
     add_type_flags(p, DRAWABLE, "tiny: F32; else as published files of the size")
     p.add_argument("--force", action="store_true", help="replace an existing file")
     p.set_defaults(run=run)
@@ -32,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     if args.seed < 0:
         raise ConfigError(f"--seed: expected a number from 0, got {args.seed}")
-    recipe_of(args.family, args.size, args.layers)
+    recipe_of(args.family, args.size, args.layers, args.drafts)
     plan = type_plan(args, DRAWABLE, DEFAULT_TYPES[args.size])
     with_progress(
         lambda progress: synthesise(
@@ -42,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
             args.seed,
             plan,
             layers=args.layers,
+            drafts=args.drafts,
             force=args.force,
             progress=progress,
         ),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ds4.engine.gguf import GGUFFile
 from ds4.engine.model_file import ModelFile
 from ds4.engine.tensors import DType, Tensor
 from ds4.engine.tokenizer import TokenizerSpec, pre_tokenizer_name
-from ds4.errors import ModelFileError, UnsupportedModelError
+from ds4.errors import ConfigError, ModelFileError, UnsupportedModelError
 
 _CHUNK_ELEMENTS = 1 << 21
 _EXPERT = re.compile(r"(.+)\.(0|[1-9]\d*)\.(weight)")
@@ -53,27 +54,33 @@ def convert(
     plan: TypePlan,
     *,
     tokenizer: bool = True,
+    drafts: bool = False,
     force: bool = False,
     progress: Progress | None = None,
 ) -> int:
-    """Writes `model` to `path`, returns the bytes of the file.
+    """Writes `model` to `path`, returns the bytes of the file. With `drafts` the layers that draft come along.
 
     Raises ConfigError (types that do not fit, a place that is taken), ModelFileError (values that a type cannot hold)
     and UnsupportedModelError (a tokenizer that GGUF has no name for, unless `tokenizer` is off).
     """
-    tensors = list(_tensors(model, plan))
-    return gguf_out.write_gguf(
-        path, model.family, metadata(model, tokenizer=tokenizer), tensors, force=force, progress=progress
-    )
+    sources, keys = dict(model.tensors), metadata(model, tokenizer=tokenizer)
+    if drafts:
+        found = model.draft_layers()
+        if found is None:
+            raise ConfigError(f"--drafts: {model.path} has no layers that draft")
+        sources |= {name: replace(t, name=name) for name, t in found.tensors.items()}
+        keys |= {f"{model.family}.{name}": gguf_out.key(value) for name, value in found.hparams.items()}
+    tensors = list(_tensors(model, sources, plan))
+    return gguf_out.write_gguf(path, model.family, keys, tensors, force=force, progress=progress)
 
 
 # ---- tensors
 
 
-def _tensors(model: ModelFile, plan: TypePlan) -> Iterator[OutTensor]:
+def _tensors(model: ModelFile, sources: Mapping[str, Tensor], plan: TypePlan) -> Iterator[OutTensor]:
     """In the order of the source; the experts of a layer, which directories keep apart, become one tensor."""
     stacks: dict[str, list[Tensor]] = {}
-    for name, t in model.tensors.items():
+    for name, t in sources.items():
         match = _EXPERT.fullmatch(name)
         stacks.setdefault(f"{match[1]}.{match[3]}" if match else name, []).append(t)
     for name, parts in stacks.items():

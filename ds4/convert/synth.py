@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Recipe:
-    """A family at one size: keys without prefix, tensors with shapes, and the tokens that its prompts need."""
+    """A family at one size: keys without prefix, tensors with shapes, and the tokens that its prompts need. `drafts`:
+    keys and tensors of layers that draft, by kind."""
 
     family: str
     keys: Mapping[str, Any]
@@ -36,6 +37,7 @@ class Recipe:
     specials: tuple[str, ...]
     eos: str
     pre: str
+    drafts: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Shape]]] = field(default_factory=dict)
 
 
 # ---- sizes
@@ -94,7 +96,19 @@ def _deepseek4(layout: Layout, window: int, top_k: int, rotated: int, scale: flo
         "hash_layer_count": layout.hash_layers,
         "swiglu_clamp_exp": [limit] * len(layout.ratios),
     }
-    return Recipe("deepseek4", keys, layout.tensors(), _V4_SPECIALS, _V4_SPECIALS[1], "joyai-llm")
+    layers, rank = len(layout.ratios), min(256, layout.width)
+    spark = {
+        "dspark.block_size": 5,
+        "dspark.markov_rank": rank,
+        "dspark.noise_token_id": layout.vocab - 1,
+        "dspark.target_layer_ids": list(range(layers))[-3:],
+        "dspark.stage_count": 3,
+    }
+    drafts: dict[str, tuple[Mapping[str, Any], Mapping[str, Shape]]] = {
+        "mtp": ({"nextn_predict_layers": 1}, layout.mtp()),
+        "dspark": (spark, layout.dspark(3, min(3, layers), rank)),
+    }
+    return Recipe("deepseek4", keys, layout.tensors(), _V4_SPECIALS, _V4_SPECIALS[1], "joyai-llm", drafts)
 
 
 _FLASH = Layout(
@@ -207,37 +221,59 @@ def synthesise(
     plan: TypePlan,
     *,
     layers: int | None = None,
+    drafts: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> int:
-    """Writes a random checkpoint and returns its bytes. `layers` keeps only the first ones, to fit a machine.
+    """Writes a random checkpoint and returns its bytes. `layers` keeps only the first ones, to fit a machine; `drafts`
+    adds layers that draft, "mtp" or "dspark".
 
     Raises ConfigError for an unknown family or size, layers out of range, types whose blocks do not fit the rows.
     """
-    recipe = recipe_of(family, size, layers)
+    recipe = recipe_of(family, size, layers, drafts)
     tensors = [_drawn(recipe, name, shape, seed, plan) for name, shape in recipe.tensors.items()]
     name = f"random-{family}-{size}-seed{seed}"
     return gguf_out.write_gguf(path, family, _keys(recipe, name), tensors, force=force, progress=progress)
 
 
-def recipe_of(family: str, size: str, layers: int | None = None) -> Recipe:
+def recipe_of(family: str, size: str, layers: int | None = None, drafts: str | None = None) -> Recipe:
     """Raises ConfigError."""
     sizes = SIZES.get(family)
     if sizes is None:
         raise ConfigError(f"--family {family}: expected one of {', '.join(SIZES)}")
     if size not in sizes:
         raise ConfigError(f"--size {size}: {family} has {', '.join(sizes)}")
-    recipe = sizes[size]()
+    recipe = _cut(sizes[size](), f"{family} {size}", layers)
+    if drafts is None:
+        return recipe
+    if drafts not in recipe.drafts:
+        raise ConfigError(f"--{drafts}: {family} has no such layers")
+    keys, tensors = recipe.drafts[drafts]
+    return replace(recipe, keys={**recipe.keys, **keys}, tensors={**recipe.tensors, **tensors})
+
+
+def _cut(recipe: Recipe, name: str, layers: int | None) -> Recipe:
+    """The first layers alone."""
     if layers is None:
         return recipe
     most = recipe.keys["block_count"]
     if not 1 <= layers <= most:
-        raise ConfigError(f"--layers {layers}: {family} {size} has 1 to {most}")
+        raise ConfigError(f"--layers {layers}: {name} has 1 to {most}")
     tensors = {n: s for n, s in recipe.tensors.items() if not n.startswith("blk.") or int(n.split(".")[1]) < layers}
     keys = {k: v[:layers] if isinstance(v, list) else v for k, v in recipe.keys.items()} | {"block_count": layers}
     if "hash_layer_count" in keys:
         keys["hash_layer_count"] = min(layers, keys["hash_layer_count"])
-    return replace(recipe, keys=keys, tensors=tensors)
+    drafts = dict(recipe.drafts)
+    if "dspark" in drafts:
+        # It listens to the last layers that are left.
+        spark, shapes = drafts["dspark"]
+        targets = list(range(layers))[-3:]
+        main = shapes["mtp.0.main_proj.weight"][0]
+        drafts["dspark"] = (
+            {**spark, "dspark.target_layer_ids": targets},
+            {**shapes, "mtp.0.main_proj.weight": (main, len(targets) * main)},
+        )
+    return replace(recipe, keys=keys, tensors=tensors, drafts=drafts)
 
 
 # ---- tensors

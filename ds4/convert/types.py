@@ -13,10 +13,16 @@ from ds4.errors import ConfigError
 _CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("embedding", re.compile(r"token_embd\.weight")),
     ("output", re.compile(r"output\.weight")),
-    ("experts_down", re.compile(r"blk\.\d+\.ffn_down_exps\.weight")),
-    ("experts", re.compile(r"blk\.\d+\.ffn_(gate|up)_exps\.weight")),
-    ("dense", re.compile(r"blk\.\d+\.(attn_(q|k|v|output|q_a|q_b|kv|output_a|output_b)|ffn_\w+_shexp)\.weight")),
-    ("dense", re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.weight")),
+    ("experts_down", re.compile(r"(?:blk|mtp)\.\d+\.ffn_down_exps\.weight")),
+    ("experts", re.compile(r"(?:blk|mtp)\.\d+\.ffn_(gate|up)_exps\.weight")),
+    (
+        "dense",
+        re.compile(r"(?:blk|mtp)\.\d+\.(attn_(q|k|v|output|q_a|q_b|kv|output_a|output_b)|ffn_\w+_shexp)\.weight"),
+    ),
+    ("dense", re.compile(r"(?:blk|mtp)\.\d+\.ffn_(gate|up|down)\.weight")),
+    ("dense", re.compile(r"mtp\.\d+\.(e_proj|h_proj|eh_proj|main_proj)\.weight")),
+    ("embedding", re.compile(r"mtp\.\d+\.(embed_tokens|markov_head\.markov_w1)\.weight")),
+    ("output", re.compile(r"mtp\.\d+\.(shared_head_head|markov_head\.markov_w2)\.weight")),
 )
 
 

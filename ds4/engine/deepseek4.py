@@ -56,7 +56,46 @@ class Layout:
 
     def layer(self, layer: int) -> list[tuple[str, Shape]]:
         """Tensors of one layer."""
-        n, width, dim, ratio = self.streams, self.width, self.head_dim, self.ratios[layer]
+        shapes = self._shapes(self.ratios[layer], layer < self.hash_layers)
+        return [(f"blk.{layer}.{name}", shape) for name, shape in shapes.items()]
+
+    def mtp(self) -> dict[str, Shape]:
+        """Tensors of the multi-token prediction head."""
+        own = {
+            "e_proj.weight": (self.width, self.width),
+            "h_proj.weight": (self.width, self.width),
+            "enorm.weight": (self.width,),
+            "hnorm.weight": (self.width,),
+        }
+        shapes = own | self._head() | self._shapes(0, False)
+        return {f"mtp.0.{name}": shape for name, shape in shapes.items()}
+
+    def dspark(self, stages: int, targets: int, rank: int) -> dict[str, Shape]:
+        """Tensors of a DSpark drafter that listens to so many layers."""
+        shapes: dict[str, Shape] = {
+            "mtp.0.main_proj.weight": (self.width, targets * self.width),
+            "mtp.0.main_norm.weight": (self.width,),
+        }
+        for stage in range(stages):
+            shapes |= {f"mtp.{stage}.{name}": shape for name, shape in self._shapes(0, False).items()}
+        last = self._head() | {
+            "markov_head.markov_w1.weight": (self.vocab, rank),
+            "markov_head.markov_w2.weight": (self.vocab, rank),
+            "confidence_head.proj.weight": (1, self.width + rank),
+        }
+        return shapes | {f"mtp.{stages - 1}.{name}": shape for name, shape in last.items()}
+
+    def _head(self) -> dict[str, Shape]:
+        n = self.streams
+        return {
+            "norm.weight": (self.width,),
+            "hc_head_fn.weight": (n, n * self.width),
+            "hc_head_base.weight": (n,),
+            "hc_head_scale.weight": (1,),
+        }
+
+    def _shapes(self, ratio: int, hashed: bool) -> dict[str, Shape]:
+        n, width, dim = self.streams, self.width, self.head_dim
         mix = 2 * n + n * n
         q, low = self.heads * dim, self.out_groups * self.out_rank
         shapes: dict[str, Shape] = {
@@ -101,11 +140,11 @@ class Layout:
                 "indexer_compressor_ape.weight": (4, 2 * self.index_dim),
                 "indexer_compressor_norm.weight": (self.index_dim,),
             }
-        if layer < self.hash_layers:
+        if hashed:
             shapes["ffn_gate_tid2eid.weight"] = (self.vocab, self.used)
         else:
             shapes["exp_probs_b.bias"] = (self.experts,)
-        return [(f"blk.{layer}.{name}", shape) for name, shape in shapes.items()]
+        return shapes
 
 
 def layout(h: HParams) -> Layout:

@@ -90,6 +90,7 @@ class Decoder:
     ) -> None:
         self.drafted = 0
         self.accepted = 0
+        self.draft_seconds = 0.0
         self._engine = engine
         self._session = session
         self._sampler = sampler
@@ -108,20 +109,18 @@ class Decoder:
             result = self._ahead.after(token)
             if result is not None:
                 self._taken += 1
+                self.accepted += 1
                 return result
-            self._over(self._ahead.drafted)
+            self._policy.observe(self._ahead.drafted, self._taken, self._seconds)
         session = self._session
         drafts = min(self._policy.wanted(), room, session.ctx - session.n_tokens - 1)
         started = self._clock()
         [result] = self._engine.step([Row(session, [token], self._sampler, drafts=max(0, drafts))])
         self._seconds = self._clock() - started
-        self._ahead = result.ahead
+        self._ahead, self._taken = result.ahead, 0
         if self._ahead is None:
-            self._over(0)
+            self._policy.observe(0, 0, self._seconds)
+        else:
+            self.drafted += self._ahead.drafted
+            self.draft_seconds += self._ahead.seconds
         return result
-
-    def _over(self, drafted: int) -> None:
-        self._policy.observe(drafted, self._taken, self._seconds)
-        self.drafted += drafted
-        self.accepted += self._taken
-        self._ahead, self._taken = None, 0

@@ -152,7 +152,7 @@ class Engine:
     def most_drafts(self) -> int:
         """Tokens that the engine can guess for one step; 0: it has nothing to guess with."""
         native = self._model.native
-        return native.most_ahead if native.drafter else 0
+        return native.most_ahead if native.drafter and self._config.speculate else 0
 
     @property
     def tokenizer(self) -> Tokenizer:

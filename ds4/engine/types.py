@@ -42,7 +42,8 @@ class EngineConfig:
     `mtp` drafts with the model's multi-token prediction head, at most `mtp_draft` tokens (1 to 16) for one step, each
     further one only behind a draft whose logit leads the second best by `mtp_margin`. `dspark` drafts with the model's
     block drafter, up to the first token that it is less sure of than `dspark_confidence` (0 to 1). `mtp_model` is a
-    file with either, beside the model. Drafts change the speed, never the tokens.
+    file with either, beside the model. `speculate` off: the layers are loaded and kept up to date, nothing is guessed.
+    Drafts change the speed, never the tokens.
     """
 
     model: Path | None = None
@@ -61,6 +62,7 @@ class EngineConfig:
     mtp_margin: float = 3.0
     dspark: bool = False
     dspark_confidence: float = 0.8
+    speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True)

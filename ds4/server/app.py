@@ -88,6 +88,7 @@ class App:
                 # The memory plan counts on steps of this size.
                 prefill_quantum=config.engine.prefill_chunk,
                 mixed_prefill_quantum=min(config.mixed_prefill_quantum, config.engine.prefill_chunk),
+                draft_timing=config.draft_timing,
             ),
             bridge.deliver,
             checkpoints=self._checkpoints(),
@@ -184,6 +185,11 @@ class App:
             f"{' on the device' if plan.on_device else ''}",
         ]
         lines.append(f"backend {self.engine.backend_name}, of this process in huge pages: {_huge_pages()}")
+        if self.engine.most_drafts:
+            kind = "mtp" if config.engine.mtp else "dspark"
+            lines.append(f"drafts: {kind}, at most {self.engine.most_drafts} tokens a step, while one request decodes")
+        elif config.engine.mtp or config.engine.dspark:
+            lines.append("drafts: loaded, speculative decoding is off")
         if self._store is not None:
             lines.append(self._store.describe())
         if ctx > info.ctx_train:

@@ -14,10 +14,10 @@ from ds4.server.kvpolicy import KvConfig
 class ServerConfig:
     """Configuration of `ds4-server`.
 
-    `sampling` holds the values of fields that a request leaves out; `max_output_tokens` likewise, and both are
-    bounded by the context. `alias` is the model id shown to clients instead of the model's own.
-    `keepalive_seconds` is the longest silence of a stream that waits; `drain_seconds` what running requests get at
-    shutdown. `kv` None: no checkpoints on disk.
+    `sampling` holds the values of fields that a request leaves out; `max_output_tokens` likewise, and both are bounded
+    by the context. `alias` is the model id shown to clients instead of the model's own. `draft_timing`: the log tells
+    for each generation what guessing took and gained. `keepalive_seconds` is the longest silence of a stream that
+    waits; `drain_seconds` what running requests get at shutdown. `kv` None: no checkpoints on disk.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -35,6 +35,7 @@ class ServerConfig:
     exact_tool_replay: bool = True
     allow_special_in_text: bool = False
     template: str = "ds4"
+    draft_timing: bool = False
     keepalive_seconds: float = 5.0
     drain_seconds: float = 30.0
     kv: KvConfig | None = None

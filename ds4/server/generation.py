@@ -95,8 +95,8 @@ class Generation:
     __slots__ = (
         "_constrained", "_created", "_eos", "_evaluated", "_first_token", "_greedy", "_last_token", "_matcher",
         "_over", "_parser", "_reasoning_tokens", "_stop", "_token_bytes", "_tokenizer", "accepted", "assigned", "begun",
-        "cold", "completion_tokens", "drafted", "frontiers", "job", "last_token_time", "next_token", "position",
-        "restoring", "reuse", "sampler", "slot",
+        "cold", "completion_tokens", "draft_seconds", "drafted", "frontiers", "job", "last_token_time", "next_token",
+        "position", "restoring", "reuse", "sampler", "slot",
     )  # fmt: skip
 
     def __init__(self, job: Job, slot: Slot, reuse: Reuse, engine: EngineLike, now: float) -> None:
@@ -120,6 +120,7 @@ class Generation:
         self.drafted = 0
         """Tokens that were guessed, and how many of them were right."""
         self.accepted = 0
+        self.draft_seconds = 0.0
         self.assigned = now
         self.last_token_time = now
         self.sampler: SamplerLike = engine.new_sampler(request.sampling)
@@ -384,6 +385,7 @@ class Generation:
             reasoning_tokens=self._reasoning_tokens,
             drafted=self.drafted,
             accepted=self.accepted,
+            draft_seconds=self.draft_seconds,
             stop=self._stop,
             error=error,
             ttft=(self._first_token or evaluated) - self._created,

@@ -205,6 +205,9 @@ def log_generation(request: GenerationRequest, started: Started | None, end: Fin
         if end.drafted:
             fields |= {"drafted": end.drafted, "accepted": end.accepted}
             text += f" drafts={end.accepted}/{end.drafted}"
+            if end.draft_seconds:
+                fields |= {"draft_seconds": round(end.draft_seconds, 6)}
+                text += f" in {end.draft_seconds:.3f}s"
         text += f" finish={end.reason}"
     else:
         fields |= {"finish": "error", "error": end.message, "status": end.status}

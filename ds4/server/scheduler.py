@@ -13,6 +13,8 @@ evaluated on the same grid. A prompt that becomes complete draws its first token
 begin alike and arrive together one is evaluated; the others wait a step and fork what they share. A checkpoint is
 loaded beside the running steps; its session joins them when it is complete.
 
+A generation that decodes alone has the engine guess ahead, where it can and as long as that pays.
+
 Admission is first in, first out. Two threads meet here: any thread may `submit`, `cancel` and `shutdown`, which only
 put a message into the inbox; everything else belongs to the engine thread. Events leave through `deliver`.
 """
@@ -54,16 +56,16 @@ Deliver = Callable[[list[tuple[Job, list[Event]]]], None]
 class SchedulerConfig:
     """`slots` resident sessions; the two prefill budgets in tokens per step.
 
-    `speculate`: a generation that decodes alone has the engine guess ahead, where it can and as long as that pays.
-    `step_seconds` bounds how long a prefill step may take by measured speed: a cancellation, a new request and a
-    shutdown wait for the running step. The budget is then a smaller multiple of `mixed_prefill_quantum`.
+    `draft_timing`: a generation's end tells what guessing took. `step_seconds` bounds how long a prefill step may take
+    by measured speed: a cancellation, a new request and a shutdown wait for the running step. The budget is then a
+    smaller multiple of `mixed_prefill_quantum`.
     """
 
     slots: int = 1
     prefill_quantum: int = 2048
     mixed_prefill_quantum: int = 128
     step_seconds: float = 0.1
-    speculate: bool = True
+    draft_timing: bool = False
 
     def __post_init__(self) -> None:
         for name in ("slots", "prefill_quantum", "mixed_prefill_quantum"):
@@ -182,7 +184,7 @@ class Scheduler:
         self._clock = clock
         self._inbox: SimpleQueue[Job | _Cancel | _Restored | _Shutdown] = SimpleQueue()
         self._accepting = True
-        self._drafting = DraftPolicy(engine.most_drafts if config.speculate else 0)
+        self._drafting = DraftPolicy(engine.most_drafts)
         self._queue: deque[Job] = deque()
         self._outbox: list[tuple[Job, list[Event]]] = []
         self._line: list[Generation] = []
@@ -287,6 +289,8 @@ class Scheduler:
                     if result.ahead is not None:
                         drafted += result.ahead.drafted
                         draft_seconds = result.ahead.seconds
+                        if self._config.draft_timing:
+                            generation.draft_seconds += draft_seconds
                     over, count = generation.accept_all(result, now, events, partial(self._reached, generation))
                     accepted += count - 1
                     itl += [now - before] + [0.0] * (count - 1)

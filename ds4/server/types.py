@@ -149,7 +149,7 @@ class SampledToken:
 class Finish:
     """The normal end. `stop` is the client's stop string that matched; times are seconds.
 
-    `drafted` tokens were guessed ahead, `accepted` of them were right.
+    `drafted` tokens were guessed ahead, `accepted` of them were right; `draft_seconds` where that is measured.
 
     Reason "error": the output is unusable, a tool call was announced but never completed; `error` says why.
     """
@@ -167,6 +167,7 @@ class Finish:
     decode_seconds: float = 0.0
     drafted: int = 0
     accepted: int = 0
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

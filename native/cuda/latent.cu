@@ -311,6 +311,20 @@ __global__ void ring_store_kernel(const float* x, int64_t stride, int64_t dim, c
     reinterpret_cast<float*>(ring_row(row, ring, row.position))[i] = x[t * stride + i];
 }
 
+// Bytes: a row in and out for each row of the step.
+__global__ void previous_rows_kernel(const float* x, int64_t stride, int64_t dim, const DeviceRow* rows,
+                                     BufferPlace ring, float* y, int64_t y_stride) {
+  begin_kernel();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, t = blockIdx.y;
+  if (i >= dim) return;
+  const DeviceRow row = rows[t];
+  float value = 0.0f;
+  if (row.position > 0)
+    value = t > row.first ? x[(t - 1) * stride + i]
+                          : reinterpret_cast<const float*>(ring_row(row, ring, row.position - 1))[i];
+  y[t * y_stride + i] = value;
+}
+
 struct CompressArgs {
   BufferPlace ring, rows;
   const float *bias, *gain, *freq;
@@ -471,6 +485,16 @@ class CudaLatentOps final : public LatentOps {
     const BufferPlace place = float_buffer(rows, ring, x.dim);
     launch_kernel(stream(), dim3(pieces(x.dim, 128), static_cast<unsigned>(x.n)), 128, 0, ring_store_kernel, x.data,
                   x.stride, x.dim, context_.rows(rows), place);
+    DS4_CUDA(cudaGetLastError());
+  }
+
+  void previous_rows(Tensor x, std::span<const RowRef> rows, size_t ring, Tensor y) override {
+    enter();
+    require(static_cast<int64_t>(rows.size()) == y.n && x.dim == y.dim && x.n == y.n, "previous_rows shapes");
+    if (y.n == 0) return;
+    const BufferPlace place = float_buffer(rows, ring, y.dim);
+    launch_kernel(stream(), dim3(pieces(y.dim, 128), static_cast<unsigned>(y.n)), 128, 0, previous_rows_kernel, x.data,
+                  x.stride, y.dim, context_.rows(rows), place, y.data, y.stride);
     DS4_CUDA(cudaGetLastError());
   }
 

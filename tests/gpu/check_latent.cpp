@@ -116,6 +116,28 @@ void check_heads(const Pair& p, Results& r, Random& random) {
   }
 }
 
+// Two sessions whose rows are of this step or of the ring, and one at its first position.
+void check_previous(const Pair& p, Results& r, Random& random) {
+  p.reset();
+  const int64_t dim = 200;
+  const std::vector<StateSpec> specs = {
+      {.name = "r", .kind = StateKind::Ring, .type = DType::F32, .width = dim, .capacity = 3}};
+  std::vector<std::vector<float>> found;
+  const auto before = random.floats(4 * dim), x = random.floats(6 * dim);
+  for (Ops* ops : {&p.cuda, &p.ref}) {
+    std::vector<std::unique_ptr<State>> states;
+    for (int i = 0; i < 3; ++i) states.push_back(ops->new_state(specs, 100));
+    const auto at = [&](int s, int32_t position) { return RowRef{states[static_cast<size_t>(s)].get(), position}; };
+    const std::vector<RowRef> old = {at(0, 5), at(0, 6), at(1, 0), at(1, 1)};
+    const std::vector<RowRef> rows = {at(0, 7), at(0, 8), at(0, 9), at(1, 2), at(2, 0), at(2, 1)};
+    ops->latent()->ring_store(upload(*ops, before, 4, dim), old, 0);
+    const Tensor y = poisoned(*ops, 6, dim);
+    ops->latent()->previous_rows(upload(*ops, x, 6, dim), rows, 0, y);
+    found.push_back(download(*ops, y));
+  }
+  r.equal(found[0], found[1], "previous_rows");
+}
+
 // Two sessions through compress, ring_store, select and latent_attention, in steps of `chunk` tokens.
 struct LatentRun {
   std::vector<float> attended, rows, index;
@@ -377,6 +399,7 @@ void check_latent(Ops& cuda, Results& results, uint64_t seed) {
   Random random(seed + 1);
   check_hyper(p, results, random);
   check_heads(p, results, random);
+  check_previous(p, results, random);
   check_select(p, results, random);
   check_attention(p, results, seed + 2);
   check_experts(p, results, random);
