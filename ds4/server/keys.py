@@ -6,6 +6,7 @@ what selects a checkpoint or a live session; which tokens made its text is the s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,24 +24,45 @@ _SPECIAL_BYTES = 5
 _NEXT = Message("user", "?")
 
 
+class _Ambiguous(Exception):
+    """An ordinary token holds the byte that announces a special one."""
+
+
+class _Pieces(dict[int, bytes]):
+    """The key of each token that was asked for. Sessions have thousands of tokens, most of them again and again."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        # The table lives as long as its tokenizer and must not keep it alive.
+        self._tokenizer = weakref.ref(tokenizer)
+
+    def __missing__(self, token: int) -> bytes:
+        tokenizer = self._tokenizer()
+        assert tokenizer is not None
+        if tokenizer.is_special(token):
+            key = b"\xff" + token.to_bytes(4, "little")
+        else:
+            key = tokenizer.token_bytes(token)
+            if SPECIAL in key:
+                raise _Ambiguous
+        self[token] = key
+        return key
+
+
+_pieces: weakref.WeakKeyDictionary[Tokenizer, _Pieces] = weakref.WeakKeyDictionary()
+
+
 def key_of_tokens(tokenizer: Tokenizer, tokens: Iterable[int]) -> bytes | None:
     """The key of a token sequence, None when an ordinary token holds the byte that announces a special one.
 
     A model can draw such a token; the key would then be another prompt's.
     """
-    parts: list[bytes] = []
-    specials = tokenizer.special_ids.values()
-    special = frozenset(specials)
-    token_bytes = tokenizer.token_bytes
-    for token in tokens:
-        if token in special:
-            parts.append(b"\xff" + token.to_bytes(4, "little"))
-        else:
-            data = token_bytes(token)
-            if SPECIAL in data:
-                return None
-            parts.append(data)
-    return b"".join(parts)
+    pieces = _pieces.get(tokenizer)
+    if pieces is None:
+        pieces = _pieces[tokenizer] = _Pieces(tokenizer)
+    try:
+        return b"".join([pieces[token] for token in tokens])
+    except _Ambiguous:
+        return None
 
 
 def tokens_of_key(tokenizer: Tokenizer, key: bytes) -> list[int] | None:

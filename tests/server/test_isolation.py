@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 import threading
@@ -38,6 +39,8 @@ class Client:
         self.secret = f"word{self.rng.randrange(10**9)}"
         self.history = self.beginning()
         self.cached = 0
+        self.left = 0
+        """Streams that it has left in the middle."""
 
     def beginning(self) -> list[dict[str, str]]:
         padding = "Please keep it to yourself. " * self.rng.randrange(1, 12)
@@ -48,6 +51,9 @@ class Client:
 
     def turn(self, http: httpx.Client) -> None:
         body = {"model": "m", "messages": self.history, "temperature": 0}
+        if self.rng.random() < 0.15:
+            self.leave(http, body)
+            return
         reply = http.post("/v1/chat/completions", json=body).json()
         said = reply["choices"][0]["message"]["content"]
         messages = tuple(Message(m["role"], m["content"]) for m in self.history)  # type: ignore[arg-type]
@@ -59,6 +65,23 @@ class Client:
         else:
             question = f"And what is it? {self.rng.random()}"
             self.history += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
+
+    def leave(self, http: httpx.Client, body: dict[str, Any]) -> None:
+        """Reads some of the answer, which must be the beginning of the right one, and is gone."""
+        wanted = self.rng.randrange(1, 12)
+        got = ""
+        with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    got += choice["delta"].get("content") or ""
+                wanted -= 1
+                if not wanted:
+                    break
+        messages = tuple(Message(m["role"], m["content"]) for m in self.history)  # type: ignore[arg-type]
+        assert answer(ChatMLRenderer().render(Conversation(messages)).text).startswith(got), self.secret
+        self.left += 1
 
 
 def serve_clients(server: RunningServer, clients: list[Client], *, rounds: int, seconds: float = 0.0) -> int:
@@ -98,8 +121,9 @@ def run(serve: Serve, directory: Path, seed: int, *, lives: int, rounds: int, se
         server.stop()
         assert sum(path.stat().st_size for path in directory.glob("*.kv")) <= kv.budget_bytes
     cached = sum(client.cached for client in clients)
-    print(f"{turns} turns, {cached} prompt tokens from caches")
-    assert cached > 0
+    left = sum(client.left for client in clients)
+    print(f"{turns} turns, {left} of them left in the middle, {cached} prompt tokens from caches, no foreign secret")
+    assert cached > 0 and left > 0
 
 
 def test_sixteen_clients_and_four_sessions(serve: Serve, tmp_path: Path) -> None:
