@@ -5,9 +5,9 @@
 Windows of steps in turn: nothing beside the streams, then a save of a big session every few steps (a fork on the
 engine's thread, the rest on the store's), then a load into an idle session. For each window the longest gap between two
 steps' tokens, and the median gap; the table has the medians over the windows, so that a neighbour who takes the
-processor now and then does not decide, and `added` is the difference of the longest gaps beyond that of the median gaps:
-memory bandwidth that a save takes is in the latter, waiting for it in the former. Claim: a save adds at most 5 ms to any
-gap.
+processor now and then does not decide. `added` is the difference of the longest gaps beyond that of the median gaps:
+memory bandwidth that a save takes is in the latter, waiting for it in the former. Claim: a save adds at most 5 ms to
+any gap.
 """
 
 from __future__ import annotations

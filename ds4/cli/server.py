@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -288,6 +289,9 @@ async def _serve(config: ServerConfig) -> None:
     try:
         app = App(engine, config)
         await app.start()
+        # Vocabulary and tables live as long as the process: a collection that walks them all holds every stream up.
+        gc.collect()
+        gc.freeze()
         app.handle_signals()
         for line in app.startup_lines():
             log.info("%s", line)

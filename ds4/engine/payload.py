@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,10 @@ VERSION = 2
 _PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the header
 _MAX_HEADER = 1 << 20
 _MAX_NUMBER = 1 << 53
-_CHUNK = 4 << 20
+_CHUNK = 1 << 20
+"""Bytes that are exported or imported at a time. A step of other sessions waits for one of these at most."""
+_TOUCHED = 2 << 20
+"""State that one import may touch: rows of a token lie together, and memory that is touched first is costly."""
 _DRAFT = "draft."
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4}
 _MAX_ROW = 64 << 20
@@ -61,6 +64,10 @@ class PayloadHeader:
     buffers: tuple[BufferHeader, ...]
 
 
+_HEADER_FIELDS = tuple(PayloadHeader.__dataclass_fields__)
+_BUFFER_FIELDS = tuple(BufferHeader.__dataclass_fields__)
+
+
 def _buffers(model: _cpu.Model, n_tokens: int) -> tuple[BufferHeader, ...]:
     return tuple(
         BufferHeader(name, kind, _cpu.dtype_name(dtype), heads, width, ratio, capacity, model.buffer_rows(i, n_tokens))
@@ -88,6 +95,12 @@ def _rows_per_chunk(row_bytes: int) -> int:
     return max(1, _CHUNK // row_bytes)
 
 
+def _rows_per_import(model: _cpu.Model, rows: int, n_tokens: int, row_bytes: int) -> int:
+    """Rows of a buffer of `rows` that may be imported at once into a session of `n_tokens` tokens."""
+    touched = model.state_bytes(n_tokens) // max(rows, 1)
+    return min(_rows_per_chunk(row_bytes), max(1, _TOUCHED // max(touched, 1)), max(rows, 1))
+
+
 def payload_bytes(model: _cpu.Model, session: _cpu.Session, family: str, fingerprint: str) -> int:
     """Size of the payload that `write_payload` would write."""
     n_tokens, logits = session.n_tokens, session.has_logits
@@ -104,7 +117,9 @@ def payload_bytes(model: _cpu.Model, session: _cpu.Session, family: str, fingerp
 
 
 def _encode(header: PayloadHeader) -> bytes:
-    return json.dumps(asdict(header), sort_keys=True, separators=(",", ":")).encode()
+    fields = {name: getattr(header, name) for name in _HEADER_FIELDS}
+    fields["buffers"] = [{name: getattr(buffer, name) for name in _BUFFER_FIELDS} for buffer in header.buffers]
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
 def write_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerprint: str, file: BinaryIO) -> int:
@@ -225,11 +240,12 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
         for buffer, index, row_bytes in zip(header.buffers, indices, sizes, strict=True):
             # Version 1 has the rows of a full ring where the ring had them: the oldest one stands at `turn`.
             turn = header.n_tokens % buffer.rows if version == 1 and buffer.kind == "ring" and buffer.rows else 0
+            at_once = _rows_per_import(model, buffer.rows, header.n_tokens, row_bytes)
             for start, end, shift in ((0, turn, buffer.rows - turn), (turn, buffer.rows, -turn)):
-                step = min(_rows_per_chunk(row_bytes), end - start)
+                step = max(1, min(at_once, end - start))
                 if step * row_bytes > len(scratch):
                     scratch = bytearray(step * row_bytes)
-                for first in range(start, end, max(step, 1)):
+                for first in range(start, end, step):
                     count = min(step, end - first)
                     view = memoryview(scratch)[: count * row_bytes]
                     _read_into(file, view, f"rows of {buffer.name}")

@@ -42,6 +42,7 @@ SEAL_BYTES = _SEAL.size
 TAIL_BYTES = 32
 """The end of a text by which an index tells most texts apart without reading them."""
 _CHUNK = 4 << 20
+PACE_BYTES = 8 << 20
 
 
 class DamagedFile(CheckpointError):
@@ -157,16 +158,23 @@ def read_layout(file: BinaryIO) -> Layout:
 
 
 def write_file(
-    file: BinaryIO, header: Header, text: bytes, save: Callable[[BinaryIO], int], tool_map: bytes = b""
+    file: BinaryIO,
+    header: Header,
+    text: bytes,
+    save: Callable[[BinaryIO], int],
+    tool_map: bytes = b"",
+    pace: Callable[[], None] | None = None,
 ) -> Layout:
     """Writes a whole file at the start of the empty `file`: `save` writes the payload and returns its bytes.
+
+    `pace` is called after every `PACE_BYTES`: a place to let the disk follow.
 
     Raises CheckpointError when `save` writes another number of bytes than the header announces, and its errors.
     """
     flags = (header.flags & ~TOOL_MAP) | SEAL | (TOOL_MAP if tool_map else 0)
     header = replace(header, flags=flags)
     file.write(pack_header(header))
-    body = _Hashing(file)
+    body = _Hashing(file, pace)
     body.write(_U32.pack(len(text)))
     body.write(text)
     written = save(cast("BinaryIO", body))
@@ -216,8 +224,10 @@ def _outer(header: Header, body: bytes, sections: bytes) -> bytes:
 class _Hashing(io.RawIOBase):
     """Passes what is written on to a file and hashes it."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, pace: Callable[[], None] | None) -> None:
         self._file = file
+        self._pace = pace
+        self._since = 0
         self._hash = xxhash.xxh3_128()
 
     def writable(self) -> bool:
@@ -227,6 +237,10 @@ class _Hashing(io.RawIOBase):
         view = memoryview(data)  # type: ignore[arg-type]
         self._file.write(view)
         self._hash.update(view)
+        self._since += view.nbytes
+        if self._pace is not None and self._since >= PACE_BYTES:
+            self._since = 0
+            self._pace()
         return view.nbytes
 
     def digest(self) -> bytes:

@@ -257,7 +257,13 @@ class KvStore:
                 return
             self._make_room(size, Incoming(text, header.model_id, header.ctx), replaced=name)
             with create(temporary) as file:
-                layout = kvfile.write_file(file, header, text, snapshot.save, tool_map)
+
+                def pace() -> None:
+                    # The flush of a whole large file at once takes the processor from the steps for many milliseconds.
+                    file.flush()
+                    os.fdatasync(file.fileno())
+
+                layout = kvfile.write_file(file, header, text, snapshot.save, tool_map, pace)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

@@ -190,12 +190,11 @@ void PagedState::fork_from(const State& other, int64_t tokens) {
       const Group& g = from->groups_[i];
       const int64_t rows = g.rows_for(tokens);
       const size_t all = g.pages_for(rows);
-      const size_t whole = g.capacity ? all : static_cast<size_t>(rows >> g.shift);
       if (all > g.pages.size()) throw Invalid("state: fork of more tokens than the other state holds");
       pages[i].reserve(std::max(all, groups_[i].pages.capacity()));
       for (size_t p = 0; p < all; ++p) {
         // States of two backends have different pools; then every page is a copy.
-        if (p < whole && groups_[i].pool == g.pool) {
+        if (groups_[i].pool == g.pool) {
           g.pool->share(g.pages[p]);
           pages[i].push_back(g.pages[p]);
         } else {

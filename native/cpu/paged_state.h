@@ -10,8 +10,8 @@
 //   all others:                                [rows][heads][width]
 //
 // A state of n tokens has pages for n tokens, and for no more than the capacity of a ring. Pages are counted: fork_from
-// shares them (and copies the last one of Append buffers, which the fork is about to write); a shared page is copied
-// before it is written. Recurrent and Counter buffers are plain arrays.
+// shares them all, and a shared page is copied before it is written, so that a fork that is only saved copies nothing.
+// Recurrent and Counter buffers are plain arrays.
 #pragma once
 
 #include <algorithm>

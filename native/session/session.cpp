@@ -2,12 +2,17 @@
 
 #include <algorithm>
 #include <cassert>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "quant/quant.h"
 
 namespace ds4 {
 namespace {
+
+// Tokens whose state is given back while the backend is held.
+constexpr int64_t kClearedAtOnce = 1024;
 
 void check_ids(std::span<const int32_t> ids, int64_t vocab) {
   for (size_t i = 0; i < ids.size(); ++i)
@@ -17,6 +22,10 @@ void check_ids(std::span<const int32_t> ids, int64_t vocab) {
 }
 
 }  // namespace
+
+void Backend::give_way() const {
+  while (steps_waiting.load(std::memory_order_relaxed) > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
 
 Session::Session(std::shared_ptr<LoadedModel> model, int64_t ctx) : model_(std::move(model)), ctx_(ctx) {
   if (ctx < 1 || ctx > INT32_MAX) throw Invalid("a context of " + std::to_string(ctx) + " tokens");
@@ -90,6 +99,10 @@ void Session::clear_stale_drafts() {
 
 void Session::clear_locked() noexcept {
   state_->truncate(0);
+  forget_locked();
+}
+
+void Session::forget_locked() noexcept {
   forget_ahead();
   stale_drafts_ = false;
   tokens_.clear();
@@ -100,6 +113,19 @@ void Session::clear_locked() noexcept {
 }
 
 void Session::clear() {
+  int64_t held = 0;
+  {
+    const std::scoped_lock lock(model_->backend->busy);
+    held = static_cast<int64_t>(std::max(tokens_.size(), importing_.size()));
+    if (held <= kClearedAtOnce) return clear_locked();
+    forget_locked();
+  }
+  // Empty already; giving memory back takes its time, and the steps of other sessions do not wait for all of it.
+  while ((held -= kClearedAtOnce) > 0) {
+    model_->backend->give_way();
+    const std::scoped_lock lock(model_->backend->busy);
+    state_->truncate(held);
+  }
   const std::scoped_lock lock(model_->backend->busy);
   clear_locked();
 }
@@ -225,6 +251,7 @@ const StateSpec& checked_rows(const Model& model, size_t index, int64_t tokens, 
 }  // namespace
 
 void Session::export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const {
+  model_->backend->give_way();
   const std::scoped_lock lock(model_->backend->busy);
   const auto n = static_cast<int64_t>(tokens_.size());
   const StateSpec& spec = checked_rows(*model_->model, index, n, first, count, out.size());
@@ -258,6 +285,7 @@ void Session::begin_import(std::span<const int32_t> ids, int64_t longest) {
 }
 
 void Session::import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) {
+  model_->backend->give_way();
   const std::scoped_lock lock(model_->backend->busy);
   const auto n = static_cast<int64_t>(importing_.size());
   const StateSpec& spec = checked_rows(*model_->model, index, n, first, count, in.size());
@@ -317,7 +345,10 @@ void check_step(const LoadedModel& model, std::span<const StepRow> rows, auto&& 
 }  // namespace
 
 void step(LoadedModel& loaded, std::span<StepRow> rows) {
-  const std::scoped_lock lock(loaded.backend->busy);
+  Backend& backend = *loaded.backend;
+  backend.steps_waiting.fetch_add(1, std::memory_order_relaxed);
+  const std::scoped_lock lock(backend.busy);
+  backend.steps_waiting.fetch_sub(1, std::memory_order_relaxed);
   check_step(
       loaded, rows, [](const StepRow& r) { return static_cast<int64_t>(r.session->tokens_.size()); },
       [](const StepRow& r) { return r.session->model_.get(); });

@@ -48,6 +48,10 @@ struct Backend {
   explicit Backend(std::unique_ptr<Ops> o) : ops(std::move(o)) {}
   std::unique_ptr<Ops> ops;
   std::mutex busy;
+  std::atomic<int> steps_waiting{0};
+
+  // Before each of many short uses in a row: a mutex is not fair, and a step that waits must not wait for all of them.
+  void give_way() const;
 };
 
 // A model whose weights the backend holds. `keep_alive` owns the mapped file.
@@ -113,6 +117,7 @@ class Session {
   void forget_ahead() noexcept;
   void clear_stale_drafts();
   void clear_locked() noexcept;
+  void forget_locked() noexcept;  // all but the state
   bool can_rewind_locked(int64_t n) const;
   void rewind_locked(int64_t n);
 
