@@ -9,8 +9,8 @@ machine that others use too. The wall-clock figure stands beside it.
 
 Cases: POST of a 1 KiB JSON body, answered with its length; event streams of 258-byte events to 16 and to 256
 clients at once, one event per stream and turn of the loop, as a batch decoder makes them. Every server runs one
-coroutine per request. `ds4 (function)` is our server without: a handler that answers at once, and one producer that
-pushes to all streams, which ASGI has no way to do.
+coroutine per request. In `ds4` it waits for the end while the producer writes to all streams, as `ds4-server` does
+(`ds4.server.api.delivery`) and ASGI has no way to; in `ds4 (awaiting)` it writes each event itself, as under ASGI.
 `uvicorn` is a bare ASGI callable under uvicorn, `starlette` the same routes in Starlette under uvicorn. `--check`
 exits with 1 when a target (against Starlette) is missed.
 """
@@ -33,7 +33,7 @@ from typing import Any
 
 import uvloop
 
-KINDS = ("ds4", "ds4 (function)", "uvicorn", "starlette")
+KINDS = ("ds4", "ds4 (awaiting)", "uvicorn", "starlette")
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 1024}]}).encode()[:1024]
 ANSWER = b'{"n":%d}' % len(BODY)
 EVENT = json.dumps(
@@ -73,51 +73,49 @@ def numbers(query: str) -> tuple[int, int]:
 # ---- the servers
 
 
-def serve_ds4(port: int, as_function: bool) -> None:
+def serve_ds4(port: int, awaiting: bool) -> None:
     from ds4.server.http import HttpServer, Request, Responder
     from ds4.server.sse import EventStream
 
     gate: Gate
 
-    async def coroutine(request: Request, responder: Responder) -> None:
-        if request.path == "/len":
-            responder.send(200, b'{"n":%d}' % len(request.body))
-            return
-        count, streams = numbers(request.query)
-        await gate.wait(streams)
-        events = EventStream.start(responder)
-        for _ in range(count):
-            events.send(EVENT)
-            await events.drain()
-            await asyncio.sleep(0)
-        events.done()
+    waiting: list[tuple[EventStream, asyncio.Future[None]]] = []
+    pushing: list[asyncio.Task[None]] = []
 
-    waiting: list[EventStream] = []
-
-    async def push(streams: list[EventStream], count: int) -> None:
+    async def push(streams: list[tuple[EventStream, asyncio.Future[None]]], count: int) -> None:
         for _ in range(count):
-            for events in streams:
+            for events, _ in streams:
                 events.send(EVENT)
             await asyncio.sleep(0)
-        for events in streams:
-            events.done()
+        for _, end in streams:
+            end.set_result(None)
 
-    def function(request: Request, responder: Responder) -> None:
+    async def handler(request: Request, responder: Responder) -> None:
         if request.path == "/len":
             responder.send(200, b'{"n":%d}' % len(request.body))
             return
         count, wanted = numbers(request.query)
-        waiting.append(EventStream.start(responder))
-        if len(waiting) == wanted:
-            streams, waiting[:] = list(waiting), []
-            pushing.append(asyncio.get_running_loop().create_task(push(streams, count)))
-
-    pushing: list[asyncio.Task[None]] = []
+        if awaiting:
+            await gate.wait(wanted)
+            events = EventStream.start(responder)
+            for _ in range(count):
+                events.send(EVENT)
+                await events.drain()
+                await asyncio.sleep(0)
+        else:
+            events = EventStream.start(responder)
+            end = asyncio.get_running_loop().create_future()
+            waiting.append((events, end))
+            if len(waiting) == wanted:
+                streams, waiting[:] = list(waiting), []
+                pushing.append(asyncio.get_running_loop().create_task(push(streams, count)))
+            await end
+        events.done()
 
     async def main() -> None:
         nonlocal gate
         gate = Gate()
-        await HttpServer(function if as_function else coroutine).start("127.0.0.1", port)
+        await HttpServer(handler).start("127.0.0.1", port)
         await asyncio.Event().wait()
 
     uvloop.run(main())

@@ -1,13 +1,13 @@
 """The way over from the engine thread to the event loop, and back for cancellations.
 
 The scheduler hands over what one step produced in one call; one wake-up of the loop then spreads it over the
-generations that wait for it. A `Pending` is one request as its handler sees it: batches of events, or cancelled.
+generations that wait for it. A `Pending` is one request as its handler sees it: what each step brought, or cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ds4.server.log import log_generation
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from ds4.server.scheduler import Scheduler
 
 
+Listener = Callable[[Sequence[Event]], None]
+
+
 class Pending:
-    """One submitted request. Iterate `batches` once; `cancel` may be called at any time."""
+    """One submitted request. `listen` once; `cancel` may be called at any time."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
@@ -27,6 +30,7 @@ class Pending:
         """Nothing will come any more."""
         self._started: Started | None = None
         self._events: list[Event] = []
+        self._listener: Listener | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._bridge: Bridge | None = None
         self._job: Job | None = None
@@ -36,7 +40,7 @@ class Pending:
         self._job = job
 
     def cancel(self) -> None:
-        """The client is gone: the engine stops working for it and `batches` ends."""
+        """The client is gone: the engine stops working for it, and nothing comes any more."""
         if self.ended:
             return
         self.ended = True
@@ -52,7 +56,11 @@ class Pending:
         last = events[-1]
         if isinstance(last, Finish | Failed):
             log_generation(self.request, self._started, last)
-        if not self.ended:
+        if self.ended:
+            return
+        if self._listener is not None:
+            self._hand_over(events)
+        else:
             self._events += events
             self._wake()
 
@@ -61,7 +69,7 @@ class Pending:
             self._waiter.set_result(None)
 
     async def first(self) -> Event | None:
-        """Waits for the first event, which `batches` will bring too. None when there is none: it was cancelled."""
+        """Waits for the first event, which a listener will get too. None when there is none: it was cancelled."""
         loop = asyncio.get_running_loop()
         while not self._events and not self.ended:
             self._waiter = loop.create_future()
@@ -69,20 +77,19 @@ class Pending:
             self._waiter = None
         return self._events[0] if self._events else None
 
-    async def batches(self) -> AsyncIterator[list[Event]]:
-        """Lists of events as they come. Ends after Finish or Failed, or when cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            if self._events:
-                batch, self._events = self._events, []
-                self.ended = self.ended or isinstance(batch[-1], Finish | Failed)
-                yield batch
-            elif self.ended:
-                return
-            else:
-                self._waiter = loop.create_future()
-                await self._waiter
-                self._waiter = None
+    def listen(self, listener: Listener) -> None:
+        """Gives `listener` what has come so far, and from now on what each step brings, the last time with Finish or
+        Failed at the end. It gets nothing after `cancel`. It is called on the event loop and must not raise."""
+        self._listener = listener
+        if self._events:
+            events, self._events = self._events, []
+            self._hand_over(events)
+
+    def _hand_over(self, events: Sequence[Event]) -> None:
+        if isinstance(events[-1], Finish | Failed):
+            self.ended = True
+        assert self._listener is not None
+        self._listener(events)
 
 
 class Bridge:

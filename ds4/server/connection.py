@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Generator
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -46,6 +46,37 @@ def _name(raw: bytes) -> str:
         if len(_NAMES) < 512 and len(raw) < 64:
             _NAMES[raw] = name
     return name
+
+
+class _GoingOn:
+    """Awaits what a coroutine that was begun outside a task waits for, and goes on with it (PEP 492)."""
+
+    __slots__ = ("_awaited", "_work")
+
+    def __init__(self, work: Coroutine[object, object, None], awaited: object) -> None:
+        self._work = work
+        self._awaited = awaited
+
+    def __await__(self) -> Generator[object, object, None]:
+        work, awaited = self._work, self._awaited
+        while True:
+            thrown: BaseException | None = None
+            value: object = None
+            try:
+                value = yield awaited
+            except GeneratorExit:
+                work.close()
+                raise
+            except BaseException as error:
+                thrown = error
+            try:
+                awaited = work.send(value) if thrown is None else work.throw(thrown)
+            except StopIteration:
+                return
+
+
+async def _going_on(work: Coroutine[object, object, None], awaited: object) -> None:
+    await _GoingOn(work, awaited)
 
 
 class Connection(asyncio.Protocol):
@@ -456,7 +487,15 @@ class Connection(asyncio.Protocol):
                 self._handler_failed(responder)
                 return
             if answer is not None:
-                self._start_task(self._finish(answer, responder), responder)
+                self._run(self._finish(answer, responder), responder)
+
+    def _run(self, work: Coroutine[object, object, None], responder: Responder) -> None:
+        """Begins a handler at once: one that answers without waiting for anything needs no task."""
+        try:
+            awaited = work.send(None)
+        except StopIteration:
+            return
+        self._start_task(_going_on(work, awaited), responder)
 
     def _start_task(self, work: Coroutine[object, object, None], responder: Responder) -> None:
         task = self._loop.create_task(work)

@@ -153,28 +153,41 @@ class Stream:
     def disconnected(self) -> bool:
         return self._connection.gone
 
+    @property
+    def paused(self) -> bool:
+        return self._flow.paused
+
     def write(self, data: bytes) -> None:
         """Never blocks. Raises RuntimeError after `close`. More than `Limits.unsent` unsent cuts the connection."""
-        self.write_parts(len(data), data)
-
-    def write_parts(self, size: int, *parts: bytes) -> None:
-        """`write` of several parts as one piece (one chunk); `size` is the sum of their lengths."""
         if self.closed:
             raise RuntimeError("write after close")
-        connection = self._connection
+        size = len(data)
         # An empty chunk would end the body.
-        if not size or self._mute or connection.gone:
+        if not size or self._mute or self._connection.gone:
             return
         if self._chunked:
-            head = _CHUNK_HEADS[size] if size < _SMALL else b"%x\r\n" % size
-            data = b"".join((head, *parts, b"\r\n"))
+            data = b"".join((_CHUNK_HEADS[size] if size < _SMALL else b"%x\r\n" % size, data, b"\r\n"))
+        self._put(data)
+
+    def write_event(self, head: bytes, data: bytes) -> None:
+        """`write` of a server-sent event that has one line: `head`, `data` and an empty line."""
+        if self.closed:
+            raise RuntimeError("write after close")
+        if self._mute or self._connection.gone:
+            return
+        if self._chunked:
+            size = len(head) + len(data) + 2
+            first = _CHUNK_HEADS[size] if size < _SMALL else b"%x\r\n" % size
+            self._put(b"".join((first, head, data, b"\n\n\r\n")))
         else:
-            data = b"".join(parts)
+            self._put(b"".join((head, data, b"\n\n")))
+
+    def _put(self, data: bytes) -> None:
         flow = self._flow
         flow.written += len(data)
         flow.put(data)
         if flow.paused:
-            connection.check_unsent()
+            self._connection.check_unsent()
 
     def close(self) -> None:
         """The body is complete. A second call does nothing."""

@@ -2,7 +2,7 @@
 
 An event is handed to the connection in one piece, or not at all: a failure never leaves half an event before the
 error event. Events written in the same iteration of the event loop leave in one system call (the transport gathers
-them), `send_many` also puts them into one chunk.
+them), `send_framed` also puts them into one chunk.
 """
 
 from __future__ import annotations
@@ -86,18 +86,23 @@ class EventStream:
     def closed(self) -> bool:
         return self._stream.closed
 
+    @property
+    def paused(self) -> bool:
+        """The client reads more slowly than we write: `drain` would wait."""
+        return self._stream.paused
+
     def send(self, data: bytes, event: str | None = None) -> None:
         """One event. Never blocks; see `drain`."""
         self.quiet = 0
         head = _DATA if event is None else _HEADS.get(event) or _head(event)
         if b"\n" in data or b"\r" in data:
             data = _fold(data)
-        self._stream.write_parts(len(head) + len(data) + 2, head, data, b"\n\n")
+        self._stream.write_event(head, data)
 
-    def send_many(self, events: Iterable[bytes]) -> None:
-        """Events framed already (`frame`), in one chunk."""
+    def send_framed(self, events: bytes) -> None:
+        """One event or several, framed already (`frame`), in one chunk."""
         self.quiet = 0
-        self._stream.write(b"".join(events))
+        self._stream.write(events)
 
     def done(self) -> None:
         """`[DONE]`, and the end of the stream."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from ds4.engine.types import SamplingParams
 from ds4.errors import ShuttingDown
-from ds4.server.bridge import Bridge
+from ds4.server.bridge import Bridge, Pending
 from ds4.server.generation import Job
 from ds4.server.scheduler import Scheduler
 from ds4.server.types import ContentDelta, Event, Failed, Finish, GenerationRequest
@@ -61,6 +62,15 @@ def from_thread(bridge: Bridge, *batches: list[tuple[Job, list[Event]]]) -> None
     thread.join()
 
 
+async def heard(pending: Pending) -> list[Sequence[Event]]:
+    """All that comes, step by step."""
+    batches: list[Sequence[Event]] = []
+    pending.listen(batches.append)
+    while not pending.ended:
+        await asyncio.sleep(0)
+    return batches
+
+
 def test_events_arrive_in_order_at_their_own_request() -> None:
     async def test(bridge: Bridge, scheduler: Recorder) -> None:
         one, two = bridge.submit(request("1")), bridge.submit(request("2"))
@@ -73,7 +83,7 @@ def test_events_arrive_in_order_at_their_own_request() -> None:
             [(a, [END])],
         )
         for pending, expected in ((one, ["a1", "a2"]), (two, ["b1", "b2"])):
-            events = [event async for batch in pending.batches() for event in batch]
+            events = [event for batch in await heard(pending) for event in batch]
             assert events == [*map(ContentDelta, expected), END]
             assert pending.ended
         assert scheduler.cancelled == []
@@ -81,41 +91,34 @@ def test_events_arrive_in_order_at_their_own_request() -> None:
     run(test)
 
 
-def test_a_waiting_reader_is_woken_for_each_step() -> None:
+def test_a_listener_is_told_of_each_step() -> None:
     async def test(bridge: Bridge, scheduler: Recorder) -> None:
         pending = bridge.submit(request())
         (job,) = scheduler.jobs
-        sizes = []
-
-        async def read() -> None:
-            async for batch in pending.batches():
-                sizes.append(len(batch))
-
-        reader = asyncio.create_task(read())
+        sizes: list[int] = []
+        pending.listen(lambda batch: sizes.append(len(batch)))
         for events in ([ContentDelta("a")], [ContentDelta("b"), ContentDelta("c")], [Failed("broken")]):
             from_thread(bridge, [(job, events)])
             for _ in range(5):
                 await asyncio.sleep(0)
-        await reader
         assert sizes == [1, 2, 1]
+        assert pending.ended
 
     run(test)
 
 
-def test_cancel_ends_the_reader_and_tells_the_scheduler_once() -> None:
+def test_after_a_cancel_nothing_comes_and_the_scheduler_was_told_once() -> None:
     async def test(bridge: Bridge, scheduler: Recorder) -> None:
         pending = bridge.submit(request())
         (job,) = scheduler.jobs
-
-        async def read() -> list[list[Event]]:
-            return [batch async for batch in pending.batches()]
-
-        reader = asyncio.create_task(read())
-        await asyncio.sleep(0)
+        batches: list[Sequence[Event]] = []
+        pending.listen(batches.append)
         pending.cancel()
         pending.cancel()
         from_thread(bridge, [(job, [ContentDelta("late"), Finish("cancelled", 1, 0, 0, 0)])])
-        assert await reader == []
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert batches == []
         assert scheduler.cancelled == [job]
 
     run(test)
@@ -125,7 +128,7 @@ def test_cancel_after_the_end_does_nothing() -> None:
     async def test(bridge: Bridge, scheduler: Recorder) -> None:
         pending = bridge.submit(request())
         from_thread(bridge, [(scheduler.jobs[0], [END])])
-        assert [batch async for batch in pending.batches()] == [[END]]
+        assert await heard(pending) == [[END]]
         pending.cancel()
         assert scheduler.cancelled == []
 

@@ -68,8 +68,8 @@ def test_a_stream_on_the_wire():
     async def handler(request: Request, responder: Responder) -> None:
         events = EventStream.start(responder, headers=(("X-Request-Id", "r1"),))
         events.send(b'{"n":0}')
-        events.send_many([frame(b'{"n":1}', "delta"), frame(b'{"n":2}', "delta")])
-        events.send_many([])
+        events.send_framed(frame(b'{"n":1}', "delta") + frame(b'{"n":2}', "delta"))
+        events.send_framed(b"")
         await events.drain()
         events.done()
         events.done()

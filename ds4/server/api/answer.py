@@ -1,43 +1,26 @@
-"""Carries the generations of one request to the client, as a stream or as a whole: the same for every dialect.
+"""What a dialect brings to an answer, and a whole answer put together from its events.
 
-A dialect brings an `Answer`, which turns events into its own bytes; everything else is here: headers before the
-prompt is evaluated, keep-alives while nothing comes, back-pressure, the disconnect that cancels, the error that is a
-response before the headers and an event after them (and then never a normal end). A request has one generation, or
-several choices side by side: they are scheduled like any others, and the first that fails ends them all.
+How it gets to the client is the same for every dialect (`ds4.server.api.delivery`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from ds4.errors import ClientDisconnected
 from ds4.prompt.types import Message
-from ds4.server.api.errors import WireError, failed_error, wire_error
-from ds4.server.bridge import Pending
-from ds4.server.sse import EventStream
+from ds4.server.api.errors import WireError
 from ds4.server.types import (
     ContentDelta,
     Event,
-    Failed,
     Finish,
-    GenerationRequest,
     ReasoningDelta,
     SampledToken,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
 )
-
-if TYPE_CHECKING:
-    from ds4.server.api.service import Service
-    from ds4.server.http import Responder
-
-log = logging.getLogger("ds4.server")
 
 
 @dataclass(slots=True)
@@ -94,133 +77,6 @@ class Answer(Protocol):
 
     def error(self, error: WireError) -> bytes:
         """The body of a response that failed."""
-
-
-async def send(
-    service: Service, requests: Sequence[GenerationRequest], answer: Answer, responder: Responder, *, stream: bool
-) -> None:
-    """Runs the generations of a request and sends the answer. Raises ShuttingDown before anything is sent."""
-    choices: list[Pending] = []
-
-    def cancel() -> None:
-        for pending in choices:
-            pending.cancel()
-
-    try:
-        for request in requests:
-            choices.append(service.bridge.submit(request))
-        responder.on_disconnect(cancel)
-        if stream and any(request.continues is not None and request.continues.required for request in requests):
-            # Whether its state is still live shows when it gets a slot; until then a refusal is a status.
-            first = await choices[0].first()
-            if isinstance(first, Failed):
-                failure = failed_error(first)
-                responder.send(failure.status, answer.error(failure), reason=failure.message)
-                return
-        if stream:
-            await _stream(choices, answer, EventStream.start(responder, service.keepalive, keep_alive=answer.keepalive))
-        else:
-            await _whole(choices, answer, responder)
-    except ClientDisconnected:
-        return
-    finally:
-        cancel()
-
-
-async def _batches(choices: Sequence[Pending]) -> AsyncGenerator[tuple[int, list[Event]], None]:
-    """(choice, events) as they come, until every choice has ended."""
-    if len(choices) == 1:
-        async for batch in choices[0].batches():
-            yield 0, batch
-        return
-    queue: asyncio.Queue[tuple[int, list[Event]] | None] = asyncio.Queue()
-
-    async def forward(choice: int, pending: Pending) -> None:
-        async for batch in pending.batches():
-            queue.put_nowait((choice, batch))
-        queue.put_nowait(None)
-
-    tasks = [asyncio.ensure_future(forward(choice, pending)) for choice, pending in enumerate(choices)]
-    try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _whole(choices: Sequence[Pending], answer: Answer, responder: Responder) -> None:
-    events: list[list[Event]] = [[] for _ in choices]
-    async with aclosing(_batches(choices)) as batches:
-        async for choice, batch in batches:
-            events[choice] += batch
-            last = batch[-1]
-            if isinstance(last, Failed):
-                failure = failed_error(last)
-                responder.send(failure.status, answer.error(failure), reason=failure.message)
-                return
-    collected = [collect(e, as_text(e[-1])) for e in events if e and isinstance(e[-1], Finish)]
-    if len(collected) == len(choices):
-        responder.send(200, answer.whole(collected))
-
-
-async def _stream(choices: Sequence[Pending], answer: Answer, stream: EventStream) -> None:
-    try:
-        await _write_events(choices, answer, stream)
-    except ClientDisconnected:
-        stream.abort("the client is gone")
-        raise
-    except Exception as error:
-        # A stream that just ends looks complete to many clients, and agents ask again without end.
-        log.error("%s failed in its stream: %s", choices[0].request.id, error, exc_info=error)
-        stream.send_many((answer.error_event(wire_error(error)),))
-        stream.close()
-    except BaseException:
-        stream.abort("the server stops")
-        raise
-    else:
-        stream.close()
-
-
-async def _write_events(choices: Sequence[Pending], answer: Answer, stream: EventStream) -> None:
-    open_calls = [0] * len(choices)
-    finishes: dict[int, Finish] = {}
-    first = answer.begin()
-    if first:
-        stream.send_many((first,))
-    async with aclosing(_batches(choices)) as batches:
-        async for choice, batch in batches:
-            for event in batch:
-                if isinstance(event, ToolCallStart):
-                    open_calls[choice] += 1
-                elif isinstance(event, ToolCallEnd):
-                    open_calls[choice] -= 1
-            last = batch[-1]
-            failure: Failed | None = None
-            if isinstance(last, Failed):
-                failure = last
-            elif isinstance(last, Finish) and last.reason == "error" and open_calls[choice]:
-                # The client saw the beginning of a call that must not be executed: it may not take this for an end.
-                failure = Failed(last.error or "the tool call is not complete")
-            if failure is not None:
-                data = answer.events(batch[:-1], choice) + answer.error_event(failed_error(failure))
-                stream.send_many((data,))
-                return
-            if isinstance(last, Finish):
-                finishes[choice] = as_text(last)
-                data = answer.events((*batch[:-1], finishes[choice]), choice)
-                if len(finishes) == len(choices):
-                    data += answer.end([finishes[i] for i in range(len(choices))])
-            else:
-                data = answer.events(batch, choice)
-            if data:
-                stream.send_many((data,))
-                await stream.drain()
 
 
 def as_text(finish: Finish) -> Finish:

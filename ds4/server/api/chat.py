@@ -14,10 +14,10 @@ from ds4.engine.types import SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message, Role, ToolCall
 from ds4.server.api import common, fields
-from ds4.server.api.answer import send
 from ds4.server.api.chat_answer import ChatAnswer
 from ds4.server.api.choices_answer import new_style
 from ds4.server.api.content import arguments_text, text_of
+from ds4.server.api.delivery import send
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.prepare import Limits, Preparer
 from ds4.server.api.structure import Structure, constrain, read_structure, read_tool_choice

@@ -14,9 +14,9 @@ from ds4.engine.types import SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message
 from ds4.server.api import common, fields
-from ds4.server.api.answer import send
 from ds4.server.api.choices_answer import new_style
 from ds4.server.api.completions_answer import CompletionsAnswer
+from ds4.server.api.delivery import send
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.prepare import Limits, Preparer, Prompt
 from ds4.server.api.structure import Structure, constrain, read_format

@@ -15,8 +15,8 @@ from ds4.engine.types import SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message, ToolCall
 from ds4.server.api import common, fields
-from ds4.server.api.answer import send
 from ds4.server.api.content import NO_IMAGES, arguments_text, part_text, result_text, text_of
+from ds4.server.api.delivery import send
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.ids import new_id
 from ds4.server.api.live import LiveTurn, LiveTurns

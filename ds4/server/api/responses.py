@@ -14,7 +14,7 @@ from ds4._json import Node, dumps
 from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message
 from ds4.server.api import common, fields
-from ds4.server.api.answer import send
+from ds4.server.api.delivery import send
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.ids import new_id
 from ds4.server.api.live import LiveTurn, LiveTurns
