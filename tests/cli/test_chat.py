@@ -9,6 +9,7 @@ from ds4.engine.types import SamplingParams
 from ds4.errors import ContextLengthError
 from ds4.prompt.chatml import ChatMLRenderer
 from ds4.testing import Script, ScriptedEngine
+from ds4.testing.tokenizer import ScriptedTokenizer
 
 
 class Collect:
@@ -102,6 +103,27 @@ def test_a_prompt_beyond_the_context_changes_nothing() -> None:
     with pytest.raises(ContextLengthError, match="context size is 120"):
         chat.turn("x" * 500, out)
     assert chat.session.n_tokens == live
+
+
+def test_guesses_change_only_the_steps() -> None:
+    script, tokenizer = Script.text("one two three four five six seven eight nine ten"), ScriptedTokenizer()
+    said = [tokenizer.piece_id(p) for p in script.pieces if isinstance(p, bytes)]
+    lines, steps = [], []
+
+    def following(tokens: list[int]) -> list[int]:
+        at = said.index(tokens[-1]) if tokens[-1] in said else -1
+        return said[at + 1 : at + 4]
+
+    for guess in (None, following):
+        engine = ScriptedEngine(script, guess=guess, tokenizer=tokenizer)
+        chat, out = make_chat(engine, draft_timing=guess is not None), Collect()
+        stats = chat.turn("count", out)
+        lines.append((out.text, stats.finish, stats.generated, chat.session.tokens.tolist()))
+        steps.append(engine.n_steps)
+    print(steps, stats.line())
+    assert lines[0] == lines[1] and steps[1] < steps[0]
+    assert 0 < stats.accepted <= stats.drafted
+    assert f"drafts: {stats.accepted} of {stats.drafted} accepted in" in stats.line()
 
 
 def test_raw_sends_the_text_alone() -> None:

@@ -72,6 +72,9 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--mtp-draft", "17"], "--mtp-draft: expected an integer from 1 to 16, got 17"),
+        (["--mtp-margin", "-1"], "--mtp-margin: expected a number from 0 to 1000, got -1"),
+        (["--dspark-confidence", "2"], "--dspark-confidence: expected a number from 0 to 1, got 2"),
         (["--port", "99999"], "--port: expected an integer from 0 to 65535, got 99999"),
         (["--port=x"], "--port: expected an integer, got 'x'"),
         (["--port"], "--port needs a value: --port N"),
@@ -85,13 +88,23 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
         (["--chdir", "/no/such"], "--chdir /no/such: No such file or directory"),
         (["--api-key-file", "/no/such"], "--api-key-file /no/such: No such file or directory"),
         (["--api-key", " "], "--api-key: expected a value, got an empty one"),
-        (["--help", "nonsense"], "no help topic 'nonsense' (topics: all, runtime, api, kv-cache, sampling)"),
+        (["--help", "nonsense"], "no help topic 'nonsense' (topics: all, runtime, drafts, api, kv-cache, sampling)"),
     ],
 )
 def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"ds4-server: {message}\n")
+
+
+def test_drafts() -> None:
+    argv = "--mtp --mtp-model head.gguf --mtp-draft 4 --mtp-margin 1.5 --mtp-timing --mtp-exact-sampling"
+    config = read_config(argv.split(), {})
+    assert config.engine == EngineConfig(mtp=True, mtp_model=Path("head.gguf"), mtp_draft=4, mtp_margin=1.5)
+    assert config.draft_timing
+    config = read_config(["--dspark-strict"], {"DS4_DSPARK": "1", "DS4_DSPARK_CONFIDENCE": "0.5"})
+    assert config.engine == EngineConfig(dspark=True, dspark_confidence=0.5, speculate=False)
+    assert not read_config(["--mtp", "--mtp-spec-disable"], {}).engine.speculate
 
 
 def test_environment_gives_defaults_and_flags_win() -> None:

@@ -12,7 +12,9 @@ import pytest
 from ds4 import _cpu
 from ds4.cli import synth as cli
 from ds4.convert.blocks import DRAWABLE, random_rows
+from ds4.convert.convert import convert
 from ds4.convert.synth import SIZES, recipe_of
+from ds4.convert.types import TypePlan
 from ds4.engine.engine import Engine
 from ds4.engine.model_file import open_model_file
 from ds4.engine.tensors import DType
@@ -40,6 +42,36 @@ def test_tiny_models_run(tmp_path: Path, family: str) -> None:
     assert np.isfinite(spread) and 0.3 < spread < 30
     assert engine.tokenizer.decode(engine.tokenizer.encode("h\u00e9th")) == "h\u00e9th".encode()
     assert engine.info.syntax == {"deepseek4": "deepseek4", "llama": "chatml"}[family]
+
+
+@pytest.mark.parametrize(("kind", "most"), [("mtp", 3), ("dspark", 5)])
+def test_layers_that_draft(tmp_path: Path, kind: str, most: int) -> None:
+    """They load, guess, and change none of the other tensors; a conversion takes them along where asked."""
+    path, bare = tmp_path / "m.gguf", tmp_path / "bare.gguf"
+    assert run(str(path), "--family", "deepseek4", "--seed", "3", f"--{kind}") == 0
+    run(str(bare), "--family", "deepseek4", "--seed", "3")
+    one, other = open_model_file(path), open_model_file(bare)
+    assert one.tensors.keys() == other.tensors.keys()
+    assert all(t.data == other.tensors[n].data for n, t in one.tensors.items())
+    assert other.draft_layers() is None
+    config = {"mtp": kind == "mtp", "dspark": kind == "dspark", "mtp_draft": 3, "mtp_margin": 0.0}
+    converted, without = tmp_path / "q8.gguf", tmp_path / "without.gguf"
+    convert(one, converted, TypePlan(dense=DType.Q8_0, experts=DType.Q8_0, experts_down=DType.Q8_0), drafts=True)
+    convert(one, without, TypePlan())
+    assert open_model_file(without).draft_layers() is None
+    found = open_model_file(converted).draft_layers()
+    assert found is not None and found.tensors["mtp.0.attn_q_b.weight"].dtype is DType.Q8_0
+    guesses = []
+    for model in (path, converted):
+        engine = Engine.open(EngineConfig(model=model, ctx=64, threads=2, dspark_confidence=0.0, **config))  # type: ignore[arg-type]
+        session = engine.new_session()
+        session.sync([5, 6, 7])
+        guesses.append(engine._model.native.draft_logits(session.native, 8, most))
+    assert [len(g) for g, _ in guesses] == [most, most]
+    error = float(np.abs(guesses[0][1][0] - guesses[1][1][0]).max() / guesses[0][1][0].std())
+    print(kind, guesses[0][0], guesses[1][0], "difference of the first in standard deviations", error)
+    with pytest.raises(ConfigError, match=r"--drafts: .* has no layers that draft"):
+        convert(other, tmp_path / "no.gguf", TypePlan(), drafts=True)
 
 
 def test_the_seed_decides(tmp_path: Path) -> None:
@@ -90,7 +122,9 @@ def test_real_shapes() -> None:
 
 
 def test_layers_of_a_real_shape(tmp_path: Path) -> None:
-    recipe = recipe_of("deepseek4", "pro", 4)
+    recipe = recipe_of("deepseek4", "pro", 4, "dspark")
+    assert recipe.tensors["mtp.0.main_proj.weight"] == (7168, 3 * 7168)
+    assert recipe.keys["dspark.target_layer_ids"] == [1, 2, 3] and "mtp.2.attn_q_b.weight" in recipe.tensors
     assert recipe.keys["attention.compress_ratios"] == [128, 128, 4, 128] and recipe.keys["hash_layer_count"] == 3
     assert run(str(tmp_path / "l.gguf"), "--family", "llama", "--size", "135m", "--layers", "1") == 0
     m = open_model_file(tmp_path / "l.gguf")
@@ -116,6 +150,7 @@ def test_random_blocks(dtype: DType, spread: float) -> None:
         (["--family", "llama", "--size", "flash"], "--size flash: llama has tiny, 135m"),
         (["--family", "llama", "--layers", "9"], "--layers 9: llama tiny has 1 to 3"),
         (["--family", "llama", "--seed", "-1"], "--seed"),
+        (["--family", "llama", "--mtp"], "--mtp: llama has no such layers"),
         (["--family", "llama", "--type", "I32"], "--type I32: expected one of"),
         (["--family", "llama", "--size", "135m", "--type", "Q4_K"], "rows of 576 are not whole Q4_K blocks of 256"),
     ],

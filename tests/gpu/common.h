@@ -66,6 +66,7 @@ Tensor poisoned(Ops& ops, int64_t rows, int64_t cols);
 void check_ops(Ops& cuda, Results& results, uint64_t seed);
 void check_latent(Ops& cuda, Results& results, uint64_t seed);
 void check_models(Ops& cuda, Results& results, uint64_t seed);
+void check_drafts(Ops& cuda, Results& results, uint64_t seed);
 // Timings of single operations, then of a whole model of 43 layers with random weights; rows go to `csv`.
 void bench_ops(Ops& cuda, std::FILE* csv);
 void bench_model(std::FILE* csv, int64_t layers);

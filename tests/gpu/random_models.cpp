@@ -134,7 +134,7 @@ DeepSeekShape flash_deepseek(int64_t layers) {
 }
 
 RandomModel random_deepseek(const DeepSeekShape& s, uint64_t seed, const DeepSeekTypes& types, bool rounding,
-                            bool hollow) {
+                            bool hollow, Drafts drafts) {
   RandomModel m;
   m.seed = seed;
   m.family = "deepseek4";
@@ -170,9 +170,7 @@ RandomModel random_deepseek(const DeepSeekShape& s, uint64_t seed, const DeepSee
   b.matrix("output_hc_fn.weight", types.small, n, streams);
   b.vector("output_hc_base.weight", n, 0.0f, 0.5f);
   b.vector("output_hc_scale.weight", 1, 1.0f, 0.2f);
-  for (int64_t l = 0; l < s.layers; ++l) {
-    const std::string p = "blk." + std::to_string(l) + ".";
-    const int64_t ratio = s.ratios[static_cast<size_t>(l)];
+  const auto layer = [&](const std::string& p, int64_t ratio, bool hashed) {
     for (const char* part : {"attn", "ffn"}) {
       const std::string hc = p + "hc_" + part + "_";
       b.matrix(hc + "fn.weight", types.small, 2 * n + n * n, streams);
@@ -204,7 +202,7 @@ RandomModel random_deepseek(const DeepSeekShape& s, uint64_t seed, const DeepSee
       b.vector(p + "indexer_compressor_norm.weight", s.index_dim, 1.0f, 0.2f);
     }
     b.matrix(p + "ffn_gate_inp.weight", types.small, s.experts, s.width);
-    if (l < s.hash_layers)
+    if (hashed)
       b.table(p + "ffn_gate_tid2eid.weight", s.vocab, s.used, s.experts);
     else
       b.vector(p + "exp_probs_b.bias", s.experts, 0.0f, 0.2f);
@@ -214,7 +212,36 @@ RandomModel random_deepseek(const DeepSeekShape& s, uint64_t seed, const DeepSee
     b.matrix(p + "ffn_gate_shexp.weight", types.dense, s.ff, s.width);
     b.matrix(p + "ffn_up_shexp.weight", types.dense, s.ff, s.width);
     b.matrix(p + "ffn_down_shexp.weight", types.dense, s.width, s.ff);
+  };
+  for (int64_t l = 0; l < s.layers; ++l)
+    layer("blk." + std::to_string(l) + ".", s.ratios[static_cast<size_t>(l)], l < s.hash_layers);
+  if (drafts == Drafts::None) return m;
+  const int64_t stages = drafts == Drafts::Mtp ? 1 : 3, rank = 32;
+  const std::string last = "mtp." + std::to_string(stages - 1) + ".";
+  m.values["draft.ahead"] = int64_t{5};
+  for (int64_t stage = 0; stage < stages; ++stage) layer("mtp." + std::to_string(stage) + ".", 0, false);
+  b.vector(last + "norm.weight", s.width, 1.0f, 0.2f);
+  b.matrix(last + "hc_head_fn.weight", types.small, n, streams);
+  b.vector(last + "hc_head_base.weight", n, 0.0f, 0.5f);
+  b.vector(last + "hc_head_scale.weight", 1, 1.0f, 0.2f);
+  if (drafts == Drafts::Mtp) {
+    b.matrix("mtp.0.e_proj.weight", types.dense, s.width, s.width);
+    b.matrix("mtp.0.h_proj.weight", types.dense, s.width, s.width);
+    b.vector("mtp.0.enorm.weight", s.width, 1.0f, 0.2f);
+    b.vector("mtp.0.hnorm.weight", s.width, 1.0f, 0.2f);
+    return m;
   }
+  m.values.insert({{"dspark.block_size", int64_t{5}},
+                   {"dspark.markov_rank", rank},
+                   {"dspark.noise_token_id", s.vocab - 1},
+                   {"dspark.stage_count", stages},
+                   {"dspark.target_layer_ids", std::vector<int64_t>{2, 3, 4}},
+                   {"draft.confidence", 0.01}});
+  b.matrix("mtp.0.main_proj.weight", types.dense, s.width, 3 * s.width);
+  b.vector("mtp.0.main_norm.weight", s.width, 1.0f, 0.2f);
+  b.matrix(last + "markov_head.markov_w1.weight", types.small, s.vocab, rank);
+  b.matrix(last + "markov_head.markov_w2.weight", types.small, s.vocab, rank);
+  b.matrix(last + "confidence_head.proj.weight", types.small, 1, s.width + rank);
   return m;
 }
 

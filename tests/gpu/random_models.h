@@ -40,9 +40,11 @@ DeepSeekShape flash_deepseek(int64_t layers);
 struct DeepSeekTypes {
   DType small, dense, gate_up, down;  // small: hyper-connections, compressors, indexer, router, embedding
 };
+enum class Drafts { None, Mtp, DSpark };
+
 // `rounding`: simulate the storage precision of key rows. `hollow`: matrices point nowhere, for a backend that fills
-// them itself.
+// them itself. `drafts`: with layers that draft.
 RandomModel random_deepseek(const DeepSeekShape& shape, uint64_t seed, const DeepSeekTypes& types, bool rounding,
-                            bool hollow = false);
+                            bool hollow = false, Drafts drafts = Drafts::None);
 
 }  // namespace ds4::gpu

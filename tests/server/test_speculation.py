@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ds4.engine.types import SamplingParams
+from ds4.convert.synth import DEFAULT_TYPES, synthesise
+from ds4.engine.engine import Engine
+from ds4.engine.session import Session
+from ds4.engine.types import EngineConfig, Row, SamplingParams
+from ds4.server.generation import Generation
 from ds4.server.metrics import Metrics
 from ds4.server.scheduler import StepReport
 from ds4.server.types import Event, Finish
@@ -172,3 +178,70 @@ def test_a_failed_draw_in_the_middle_ends_the_job_alone() -> None:
     assert driver.events(job)[-1].__class__.__name__ == "Failed"
     assert driver.scheduler.slots[0].session.tokens.tolist()[:3] == [1, 2, 3]
     assert driver.finish(driver.ask([9, 9], max_tokens=5)).completion_tokens > 0
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A random model with a prediction head and a tokenizer."""
+    path = tmp_path_factory.mktemp("speculation") / "m.gguf"
+    plan = DEFAULT_TYPES["tiny"]
+    synthesise(path, "deepseek4", "tiny", 5, plan, drafts="mtp")
+    engine = Engine.open(EngineConfig(model=path, ctx=256, threads=2, mtp=True, mtp_draft=4, mtp_margin=0.0))
+    yield engine
+    engine.close()
+
+
+class Snapshots:
+    """In the place of checkpoints: what the session holds whenever one might be stored."""
+
+    store = None
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, str]] = []
+
+    def leaving(self, *_: object) -> None: ...
+    def begin(self, *_: object) -> None: ...
+    def reached(self, generation: Generation) -> None:
+        file = io.BytesIO()
+        generation.slot.session.save(file)
+        self.taken.append((generation.slot.session.n_tokens, sha256(file.getvalue()).hexdigest()))
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=3, top_k=20, frequency_penalty=0.4, logprobs=1),
+], ids=["greedy", "sampled"])  # fmt: skip
+def test_a_real_engine_serves_the_same(
+    drafting: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the scheduler, with a drafter that knows what comes and errs at times: equal events, and equal payloads
+    at every token, also those in the middle of accepted guesses."""
+    known: list[int] = []
+    rng = random.Random(4)
+
+    def oracle(self: Engine, rows: Sequence[Row], sessions: Sequence[Session]) -> tuple[list[Sequence[int]], float]:
+        [row] = rows
+        at, most = row.session.n_tokens + 1, row.drafts
+        assert isinstance(most, int)
+        right = known[at : at + most] if len(row.tokens) == 1 else []
+        return [[t if rng.random() < 0.85 else (t + 1) % 512 for t in right]], 0.0
+
+    monkeypatch.setattr(Engine, "_drafts", oracle)
+    found = []
+    for most in (0, 4):
+        monkeypatch.setattr(Engine, "most_drafts", property(lambda self, n=most: n))
+        snapshots = Snapshots()
+        driver = Driver(drafting, checkpoints=snapshots)  # type: ignore[arg-type]
+        job = driver.submit(list(range(20, 60)), sampling=params, max_tokens=60, ignore_eos=True)
+        driver.run()
+        events = driver.events(job)
+        session = driver.scheduler.slots[0].session
+        known = [*session.tokens.tolist(), 0]
+        finish = events[-1]
+        assert isinstance(finish, Finish)
+        print("drafted", finish.drafted, "accepted", finish.accepted)
+        assert (finish.accepted > 20) is (most > 0)
+        found.append((untimed(events), session.tokens.tolist(), snapshots.taken))
+        driver.scheduler.slots.close()
+    assert found[0] == found[1]
+    assert len(found[0][2]) == 60
