@@ -11,7 +11,13 @@ from typing import Any
 
 from tests.support.turns import SYNTAXES, damaged, outcome, random_calls, run, soup, written
 
-_SCHEMAS = [("f", '{"properties":{"a":{"type":"string"},"b":{"type":["integer","array"]},"c":{}}}')]
+_SCHEMAS = [
+    (
+        "f",
+        '{"properties":{"a":{"type":"string"},"b":{"type":["integer","array"]},"c":{},"d":{"$ref":"#/$defs/t"},'
+        '"e":{"anyOf":[{"$ref":"#/$defs/t"},{"type":"null"}]}},"$defs":{"t":{"enum":["x",1]}}}',
+    )
+]
 ALL = (*SYNTAXES, "raw")
 _CAUSES = ("eos", "length", "stop", "error")
 

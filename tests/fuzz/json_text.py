@@ -38,6 +38,11 @@ def check_members(body: bytes) -> None:
     text = _json.escape(root.minified())
     assert _json.sse_chunk(b'data: "', root.minified(), b'"\n\n') == b'data: "' + text + b'"\n\n'
     assert json.loads(b'"' + text + b'"') == root.minified()
+    # A table so small that it forgets, and one text in it whose spelling differs.
+    texts = _json.Texts(1 << 10, 4)
+    for node in (_json.parse(b'"\\u0061bcd"'), root, *(root if root.kind == "array" else ()), root):
+        if node.kind == "str":
+            assert texts.read(node) == texts.read(node) == node.as_str()
     if root.kind != "object":
         return
     assert isinstance(value, dict)
