@@ -675,14 +675,30 @@ def test_work_grows_linearly(syntax: str, thinking: bool) -> None:
         assert twice < 50 and twice < 1.5 * once + 1, (head, unit, once, twice)
 
 
-def test_a_hundred_thousand_calls() -> None:
-    one = INVOKE + param("a", "x") + END
-    parser = Parser("deepseek4", tools=True)
-    data = (OPEN + one * 100_000 + CLOSE).encode()
-    parser.feed(data)
-    parser.finish("eos")
-    assert len(parser.result.calls) == 100_000 and parser.steps < 3 * len(data)
-    assert parser.result.calls[99_999].arguments == '{"a":"x"}'
+@pytest.mark.parametrize("what", ["10^5 calls", "10^6 members", "64 MiB of text", "deep values"])
+def test_work_grows_linearly_at_full_size(what: str) -> None:
+    """Bytes looked at: a quarter of it against all of it, in pieces of 64 KiB."""
+
+    def turn(n: int) -> bytes:
+        if what == "10^5 calls":
+            return (OPEN + (INVOKE + param("a", "x") + END) * n + CLOSE).encode()
+        if what == "10^6 members":
+            return block(param("a", "{" + ",".join(f'"k{i:06}":"{i:06}"' for i in range(n)) + "}", False)).encode()
+        if what == "deep values":
+            return block(*(param("a", "[" * 500 + "]" * 500, False) for _ in range(n))).encode()
+        return block(param("a", "a line\n" * (n // 7))).encode()
+
+    full = {"10^5 calls": 10**5, "10^6 members": 10**6, "64 MiB of text": 64 << 20, "deep values": 10**4}[what]
+    steps = []
+    for n in (full // 4, full):
+        data, parser = turn(n), Parser("deepseek4", tools=True)
+        for i in range(0, len(data), 1 << 16):
+            parser.feed(data[i : i + (1 << 16)])
+        parser.finish("eos")
+        assert len(parser.result.calls) == (n if what in ("10^5 calls", "deep values") else 1)
+        assert parser.result.raw == data and parser.steps < 3 * len(data)
+        steps.append(parser.steps)
+    assert 3.9 * steps[0] <= steps[1] <= 4.1 * steps[0]
 
 
 # ---- any split, any text -----------------------------------------------------------------------------------------

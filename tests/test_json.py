@@ -482,17 +482,41 @@ BIG = {
     "backslashes": lambda n: b'"' + b"\\\\" * (n // 2) + b'"',
     "units": lambda n: b'"' + b"\\ud83d" * (n // 6) + b'"',
     "characters": lambda n: b'"' + "深".encode() * (n // 3) + b'"',
+    "nesting": lambda n: b"[" + b",".join([b"[" * 255 + b"]" * 255] * (n // 511)) + b"]",
     "digits": lambda n: b"[" + b"1" * n + b"]",
 }
 
 
 @pytest.mark.parametrize("shape", BIG)
 def test_work_is_linear(shape: str, isa: str) -> None:
-    """Counted in tokens and string blocks: twice the body, twice the steps, and never more than one a byte or so."""
-    n = 300_000
-    one, two = parse(BIG[shape](n)), parse(BIG[shape](2 * n))
-    assert two.steps <= 2 * one.steps + 100
+    """Counted in tokens and string blocks: four times the body, four times the steps, and at most one a byte."""
+    n = 150_000
+    one, four = parse(BIG[shape](n)), parse(BIG[shape](4 * n))
+    assert four.steps <= 4.05 * one.steps + 100
     assert one.steps <= n + 10
+
+
+@pytest.mark.parametrize("what", ["64 MiB of text", "10^6 members", "10^5 calls"])
+def test_work_is_linear_at_full_size(what: str, isa: str) -> None:
+    """The same where it is large: a quarter of it against all of it."""
+    if isa != usable_isas()[-1]:
+        pytest.skip("once, with the best instruction set")
+
+    def body(n: int) -> bytes:
+        if what == "64 MiB of text":
+            return b'{"content":"' + b"line\\n" * (n // 6) + b'"}'
+        if what == "10^6 members":
+            return b"{" + b",".join(b'"member%d":%d' % (i, i) for i in range(n)) + b"}"
+        call = b'{"id":"call_%d","type":"function","function":{"name":"f","arguments":"{\\"a\\":1}"}}'
+        turn = b'{"role":"assistant","content":null,"tool_calls":[' + call + b"]}"
+        return b'{"messages":[' + b",".join(turn % i for i in range(n)) + b"]}"
+
+    full = {"64 MiB of text": 64 << 20, "10^6 members": 10**6, "10^5 calls": 10**5}[what]
+    one, four = parse(body(full // 4)), parse(body(full))
+    assert 3.9 * one.steps <= four.steps <= 4 * one.steps + 100
+    if what == "10^5 calls":
+        calls = _json.Fields(tool_calls=[_json.Fields(id="str")]).read_all(four["messages"])
+        assert len(calls) == full and calls[-1] == ([("call_99999",)],)
 
 
 def test_million_members_and_large_strings(isa: str) -> None:
