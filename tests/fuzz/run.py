@@ -264,7 +264,8 @@ def main() -> int:
         parser.error("atheris is not installed")
     if arguments.engine != "builtin" and guided:
         return 0 if run_guided(targets, seed, arguments.seconds, arguments.jobs, arguments.build) else 1
-    print("atheris drives nothing here: the built-in mutator does, without coverage")
+    if not guided:
+        print("atheris is not installed: the built-in mutator drives the targets, without coverage")
     results = [run(name, seed, arguments.seconds) for name in targets]
     return 0 if all(results) else 1
 
