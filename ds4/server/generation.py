@@ -23,6 +23,7 @@ from ds4.server.constrained import Constrained
 from ds4.server.keys import key_of_tokens
 from ds4.server.reuse import Bound, LiveText, Query, Reuse, Visible
 from ds4.server.types import (
+    BrokenCall,
     ContentDelta,
     Event,
     Failed,
@@ -370,9 +371,19 @@ class Generation:
         error = result.error
         if result.void_calls and reason == "stop":
             reason, error = "error", error or "a tool call was cut off"
-        events.append(self._finish(reason, now, error if reason == "error" else None))
+        broken = self._broken(result.error, result.detail) if cause == "eos" and result.error else None
+        events.append(self._finish(reason, now, error if reason == "error" else None, broken))
 
-    def _finish(self, reason: FinishReason, now: float, error: str | None = None) -> Finish:
+    def _broken(self, error: str, detail: str | None) -> BrokenCall:
+        session = self.slot.session
+        tokens: list[int] = session.tokens.tolist()
+        if session.n_tokens - self.prompt_tokens < self.completion_tokens:
+            tokens.append(self._last_token)
+        return BrokenCall(f"{error}: {detail}" if detail else error, tuple(tokens), self._parser.reasoning_open)
+
+    def _finish(
+        self, reason: FinishReason, now: float, error: str | None = None, broken: BrokenCall | None = None
+    ) -> Finish:
         cached = self._cached
         evaluated = self._evaluated or now
         decoding_since = self._first_token or now
@@ -388,6 +399,7 @@ class Generation:
             draft_seconds=self.draft_seconds,
             stop=self._stop,
             error=error,
+            broken=broken,
             ttft=(self._first_token or evaluated) - self._created,
             prefill_seconds=evaluated - self.assigned,
             decode_seconds=now - decoding_since,

@@ -146,12 +146,26 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenCall:
+    """The model ended its turn with a tool call that cannot be read.
+
+    `detail` says what is wrong with it, `tokens` are the prompt and the turn as they were evaluated, the last one drawn
+    included. `reasoning_open`: the turn ended inside its reasoning.
+    """
+
+    detail: str
+    tokens: tuple[int, ...]
+    reasoning_open: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The normal end. `stop` is the client's stop string that matched; times are seconds.
 
     `drafted` tokens were guessed ahead, `accepted` of them were right; `draft_seconds` where that is measured.
 
-    Reason "error": the output is unusable, a tool call was announced but never completed; `error` says why.
+    Reason "error": the output is unusable, a tool call was announced but never completed; `error` says why. `broken` is
+    there for every call that the model could be asked for once more, announced or not.
     """
 
     reason: FinishReason
@@ -162,6 +176,7 @@ class Finish:
     reasoning_tokens: int = 0
     stop: bytes | None = None
     error: str | None = None
+    broken: BrokenCall | None = None
     ttft: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -5,7 +5,7 @@ How it gets to the client is the same for every dialect (`ds4.server.api.deliver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from ds4.server.types import (
     ContentDelta,
     Event,
     Finish,
+    GenerationRequest,
     ReasoningDelta,
     SampledToken,
     ToolCallDelta,
@@ -50,6 +51,9 @@ TurnFinished = Callable[[Message], None]
 """Told the whole answer, as it will stand in the history."""
 
 TokenBytes = Callable[[int], bytes]
+
+Again = Callable[[GenerationRequest, Finish], Awaitable[GenerationRequest | None]]
+"""The request that goes on behind an answer whose call cannot be read; None: there is none (`ds4.server.api.again`)."""
 
 
 class Answer(Protocol):

@@ -14,6 +14,7 @@ from ds4.engine.types import SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message, Role, ToolCall
 from ds4.server.api import common, fields
+from ds4.server.api.again import once_more
 from ds4.server.api.chat_answer import ChatAnswer
 from ds4.server.api.choices_answer import new_style
 from ds4.server.api.content import arguments_text, text_of
@@ -251,7 +252,8 @@ async def chat_completions(service: Service, request: Request, responder: Respon
         for choice in range(chat.choices)
     ]
     answer = ChatAnswer(style, service.token_bytes, service.remember_call)
-    await send(service, jobs, answer, responder, stream=chat.stream)
+    again = once_more(service.preparer, chat.conversation, prompt)
+    await send(service, jobs, answer, responder, stream=chat.stream, again=again)
 
 
 async def apply_template(service: Service, request: Request, responder: Responder) -> None:

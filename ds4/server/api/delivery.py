@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ds4.errors import ClientDisconnected
-from ds4.server.api.answer import Answer, as_text, collect
+from ds4.errors import ClientDisconnected, ShuttingDown
+from ds4.server.api.answer import Again, Answer, as_text, collect
 from ds4.server.api.errors import failed_error, wire_error
+from ds4.server.api.usage import together
 from ds4.server.bridge import Pending
 from ds4.server.sse import EventStream
 from ds4.server.types import Event, Failed, Finish, GenerationRequest, ToolCallEnd, ToolCallStart
@@ -34,9 +35,19 @@ log = logging.getLogger("ds4.server")
 
 
 async def send(
-    service: Service, requests: Sequence[GenerationRequest], answer: Answer, responder: Responder, *, stream: bool
+    service: Service,
+    requests: Sequence[GenerationRequest],
+    answer: Answer,
+    responder: Responder,
+    *,
+    stream: bool,
+    again: Again | None = None,
 ) -> None:
-    """Runs the generations of a request and sends the answer. Raises ShuttingDown before anything is sent."""
+    """Runs the generations of a request and sends the answer. Raises ShuttingDown before anything is sent.
+
+    `again`: a whole answer with a call that cannot be read is not sent, the model is asked once more. In a stream the
+    client has seen the first answer by then.
+    """
     choices: list[Pending] = []
     delivery: _Delivery | None = None
 
@@ -61,7 +72,7 @@ async def send(
             opened = EventStream.start(responder, service.keepalive, keep_alive=answer.keepalive)
             delivery = _Streamed(choices, answer, opened)
         else:
-            delivery = _Whole(choices, answer, responder)
+            delivery = _Whole(service, choices, answer, responder, again)
         await delivery.run()
     except ClientDisconnected:
         return
@@ -76,6 +87,7 @@ class _Delivery:
         self._choices = choices
         self._answer = answer
         self._over = False
+        self._woken = False
         self._waiter: asyncio.Future[None] | None = None
 
     def _take(self, choice: int, batch: Sequence[Event]) -> None:
@@ -88,8 +100,10 @@ class _Delivery:
         for choice, pending in enumerate(self._choices):
             pending.listen(partial(self.take, choice))
         while not self._over:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            if not self._woken:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            self._woken = False
             await self._catch_up()
 
     async def _catch_up(self) -> None:
@@ -112,16 +126,25 @@ class _Delivery:
         self._wake()
 
     def _wake(self) -> None:
+        self._woken = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class _Whole(_Delivery):
-    def __init__(self, choices: Sequence[Pending], answer: Answer, responder: Responder) -> None:
+    def __init__(
+        self, service: Service, choices: list[Pending], answer: Answer, responder: Responder, again: Again | None
+    ) -> None:
+        """`choices` is changed where the model is asked again."""
         super().__init__(choices, answer)
+        self._bridge = service.bridge
+        self._choices: list[Pending] = choices
         self._responder = responder
+        self._again = again
         self._events: list[list[Event]] = [[] for _ in choices]
         self._finishes: dict[int, Finish] = {}
+        self._first: dict[int, Finish] = {}
+        """How the answers ended that were not sent."""
 
     def _take(self, choice: int, batch: Sequence[Event]) -> None:
         self._events[choice] += batch
@@ -131,11 +154,47 @@ class _Whole(_Delivery):
             self._responder.send(failure.status, self._answer.error(failure), reason=failure.message)
             self.end()
         elif isinstance(last, Finish):
-            self._finishes[choice] = as_text(last)
-            if len(self._finishes) == len(self._choices):
-                collected = [collect(events, self._finishes[i]) for i, events in enumerate(self._events)]
-                self._responder.send(200, self._answer.whole(collected))
-                self.end()
+            self._finishes[choice] = last
+            if len(self._finishes) < len(self._choices):
+                return
+            if self._again is not None and not self._first and any(f.broken for f in self._finishes.values()):
+                self._wake()
+            else:
+                self._send()
+
+    async def _catch_up(self) -> None:
+        """Every choice has ended, and one has a call that cannot be read."""
+        asked: dict[int, Pending] = {}
+        for choice, finish in self._finishes.items():
+            request = None
+            if self._again is not None and finish.broken is not None:
+                request = await self._again(self._choices[choice].request, finish)
+            if self._over:
+                return
+            if request is None or finish.broken is None:
+                continue
+            try:
+                asked[choice] = self._choices[choice] = self._bridge.submit(request)
+            except ShuttingDown:
+                continue
+            log.info("%s: %s: the model is told and answers once more", request.id, finish.broken.detail)
+        self._again = None
+        for choice in asked:
+            self._first[choice] = self._finishes.pop(choice)
+            self._events[choice] = []
+        for choice, pending in asked.items():
+            pending.listen(partial(self.take, choice))
+        if not asked and not self._over:
+            self._send()
+
+    def _send(self) -> None:
+        collected = []
+        for choice, events in enumerate(self._events):
+            finish = self._finishes[choice]
+            first = self._first.get(choice)
+            collected.append(collect(events, as_text(finish if first is None else together(first, finish))))
+        self._responder.send(200, self._answer.whole(collected))
+        self.end()
 
     def _failed(self, error: Exception) -> None:
         if not self._responder.started:

@@ -15,6 +15,7 @@ from ds4.engine.types import SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message, ToolCall
 from ds4.server.api import common, fields
+from ds4.server.api.again import once_more
 from ds4.server.api.content import NO_IMAGES, arguments_text, part_text, result_text, text_of
 from ds4.server.api.delivery import send
 from ds4.server.api.fields import FieldTable
@@ -256,7 +257,8 @@ async def messages(service: Service, request: Request, responder: Responder) -> 
             service.live.remember(id, LiveTurn(wanted.system, (*wanted.messages, turn), tools))
 
     answer = MessagesAnswer(id, model, len(prompt.tokens), timings, service.remember_call, finished)
-    await send(service, [job], answer, responder, stream=stream)
+    again = once_more(service.preparer, wanted.conversation, prompt)
+    await send(service, [job], answer, responder, stream=stream, again=again)
 
 
 async def count_tokens(service: Service, request: Request, responder: Responder) -> None:

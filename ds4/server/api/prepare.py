@@ -101,7 +101,10 @@ class Preparer:
         return Prompt(rendered, encoded.ids, encoded.key)
 
     def _prompt(self, conversation: Conversation) -> Prompt:
-        rendered = self.renderer.render(conversation)
+        return self.encoded(self.renderer.render(conversation))
+
+    def encoded(self, rendered: RenderedPrompt) -> Prompt:
+        """A rendered prompt, or what follows one, as tokens. Takes long for a long one."""
         if self._specials_in_text:
             return self._of_tokens(rendered, self._tokenizer.encode_with_specials(rendered.text))
         encoded = self._tokenizer.encode_prompt(rendered.drawn)

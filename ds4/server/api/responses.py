@@ -14,6 +14,7 @@ from ds4._json import Node, dumps
 from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message
 from ds4.server.api import common, fields
+from ds4.server.api.again import once_more
 from ds4.server.api.delivery import send
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.ids import new_id
@@ -250,7 +251,8 @@ async def responses(service: Service, request: Request, responder: Responder) ->
             service.live.remember(style.id, kept)
 
     answer = ResponsesAnswer(style, wanted.tools.form, service.remember_call, finished)
-    await send(service, [job], answer, responder, stream=stream)
+    again = once_more(service.preparer, wanted.conversation, prompt)
+    await send(service, [job], answer, responder, stream=stream, again=again)
 
 
 async def input_tokens(service: Service, request: Request, responder: Responder) -> None:

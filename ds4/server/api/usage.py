@@ -41,6 +41,21 @@ def total(finishes: Sequence[Finish], per_prompt: int = 1) -> Finish:
     )
 
 
+def together(first: Finish, second: Finish) -> Finish:
+    """Two answers to one request, of which the client gets the second: the prompt counts once, both answers do."""
+    return replace(
+        second,
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        cache_write_tokens=first.cache_write_tokens,
+        completion_tokens=first.completion_tokens + second.completion_tokens,
+        reasoning_tokens=first.reasoning_tokens + second.reasoning_tokens,
+        ttft=first.ttft,
+        prefill_seconds=first.prefill_seconds + second.prefill_seconds,
+        decode_seconds=first.decode_seconds + second.decode_seconds,
+    )
+
+
 def openai_usage(finish: Finish, *, timings: bool) -> dict[str, object]:
     """`usage` of Chat Completions and Completions."""
     used: dict[str, object] = {
