@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from ds4._json import dumps
 from ds4.errors import ClientDisconnected, RequestError
-from ds4.server.api import chat, completions, messages, models, openapi, responses
+from ds4.server.api import chat, completions, messages, models, openapi, responses, shapes
 from ds4.server.api.errors import Shape, anthropic_error, openai_error, status_error, wire_error
 from ds4.server.api.fields import FieldTable
+from ds4.server.api.shapes import AnswerShape
 from ds4.server.http import Refusal
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ Endpoint = Callable[["Service", "Request", "Responder"], Awaitable[None]]
 class Route:
     """`path` stands without `/v1`; one that ends in a slash stands for everything below it. `public` needs no key.
 
-    `fields` are those of the request body. `v1` says which spelling of the path is shown to people.
+    `answer` is what it answers, `fields` are those of the request body. `v1` says which spelling of the path is shown
+    to people.
     """
 
     method: str
     path: str
     endpoint: Endpoint
+    answer: AnswerShape
     fields: FieldTable | None = None
     shape: Shape = openai_error
     public: bool = False
@@ -63,22 +66,29 @@ async def openapi_document(service: Service, request: Request, responder: Respon
 
 
 ROUTES = (
-    Route("POST", "/chat/completions", chat.chat_completions, chat.FIELDS),
-    Route("POST", "/completions", completions.completions, completions.FIELDS),
-    Route("POST", "/responses", responses.responses, responses.FIELDS),
-    Route("POST", "/responses/input_tokens", responses.input_tokens, responses.COUNT_FIELDS),
-    Route("POST", "/messages", messages.messages, messages.FIELDS, anthropic_error),
-    Route("POST", "/messages/count_tokens", messages.count_tokens, messages.COUNT_FIELDS, anthropic_error),
-    Route("GET", "/models", models.list_models),
-    Route("GET", "/models/", models.get_model),
-    Route("POST", "/apply-template", chat.apply_template, chat.FIELDS, v1=False),
-    Route("POST", "/tokenize", models.tokenize, models.TOKENIZE_FIELDS, v1=False),
-    Route("POST", "/detokenize", models.detokenize, models.DETOKENIZE_FIELDS, v1=False),
-    Route("GET", "/health", models.health, public=True, v1=False),
-    Route("GET", "/metrics", models.metrics, v1=False),
-    Route("GET", "/slots", models.slots, v1=False),
-    Route("GET", "/openapi.json", openapi_document, v1=False),
-    Route("GET", "/", hello, v1=False),
+    Route("POST", "/chat/completions", chat.chat_completions, shapes.CHAT, chat.FIELDS),
+    Route("POST", "/completions", completions.completions, shapes.COMPLETIONS, completions.FIELDS),
+    Route("POST", "/responses", responses.responses, shapes.RESPONSES, responses.FIELDS),
+    Route("POST", "/responses/input_tokens", responses.input_tokens, shapes.INPUT_TOKENS, responses.COUNT_FIELDS),
+    Route("POST", "/messages", messages.messages, shapes.MESSAGES, messages.FIELDS, anthropic_error),
+    Route(
+        "POST",
+        "/messages/count_tokens",
+        messages.count_tokens,
+        shapes.COUNT_TOKENS,
+        messages.COUNT_FIELDS,
+        anthropic_error,
+    ),
+    Route("GET", "/models", models.list_models, shapes.MODELS),
+    Route("GET", "/models/", models.get_model, shapes.MODEL),
+    Route("POST", "/apply-template", chat.apply_template, shapes.TEMPLATE, chat.FIELDS, v1=False),
+    Route("POST", "/tokenize", models.tokenize, shapes.TOKENS, models.TOKENIZE_FIELDS, v1=False),
+    Route("POST", "/detokenize", models.detokenize, shapes.TEXT, models.DETOKENIZE_FIELDS, v1=False),
+    Route("GET", "/health", models.health, shapes.HEALTH, public=True, v1=False),
+    Route("GET", "/metrics", models.metrics, shapes.METRICS, v1=False),
+    Route("GET", "/slots", models.slots, shapes.SLOTS, v1=False),
+    Route("GET", "/openapi.json", openapi_document, shapes.ANY_OBJECT, v1=False),
+    Route("GET", "/", hello, shapes.ANY_OBJECT, v1=False),
 )
 
 

@@ -188,6 +188,7 @@ def hold_equal(serve: Serve, syntax: str, count: int) -> None:
         return Script.text(turns[number].text, turns[number].split)
 
     server = serve(ScriptedEngine(say, syntax=syntax), slots=1)
+    server.http.timeout = 600
     with_calls = asked_again = 0
     for number, turn in enumerate(turns):
         whole, streamed = [], []

@@ -40,7 +40,7 @@ _ROLES: dict[str, Role] = {
 FIELDS = FieldTable(
     "chat",
     (
-        fields.required("messages", fields.array_of(fields.OBJECT), "at least one; see below"),
+        fields.required("messages", fields.messages(*_ROLES), "at least one; see below"),
         fields.MODEL,
         fields.accepted(
             "max_tokens", fields.INTEGER, "`--tokens`", f"the later one in the body counts; {fields.MAX_TOKENS_NOTE}"

@@ -35,6 +35,15 @@ def array_of(schema: Schema) -> Schema:
     return {"type": "array", "items": dict(schema)}
 
 
+def messages(*roles: str) -> Schema:
+    """Messages of these roles. Assistant messages and results of calls have more members."""
+    part = {"type": "object", "properties": {"type": dict(STRING), "text": dict(STRING)}, "required": ["text"]}
+    content = one_of(STRING, array_of(one_of(STRING, part, OBJECT)), {"type": "null"})
+    properties = {"role": {"enum": list(roles)}, "content": dict(content)}
+    item = {"type": "object", "properties": properties, "required": ["role"]}
+    return {"type": "array", "items": item, "minItems": 1}
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One member of a request body. `schema` is JSON Schema; `default` and `note` are for people.

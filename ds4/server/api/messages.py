@@ -36,7 +36,7 @@ _VOLATILE = "x-anthropic-"
 """Beginning of system parts that are headers of a client: they differ between its conversations."""
 
 _PROMPT_FIELDS = (
-    fields.required("messages", fields.array_of(fields.OBJECT), "at least one; see below"),
+    fields.required("messages", fields.messages(*_ROLES), "at least one; see below"),
     fields.MODEL,
     fields.accepted("system", fields.one_of(fields.STRING, fields.ARRAY), "none", "a text, or parts with `text`"),
     fields.accepted("tools", fields.ARRAY, "none", "tools with `input_schema`; the vendor's own are left out"),

@@ -9,6 +9,7 @@ from typing import Protocol
 from ds4 import __version__
 from ds4.server.api.errors import Shape, anthropic_error
 from ds4.server.api.fields import Field, FieldTable
+from ds4.server.api.shapes import ANTHROPIC_ERROR, JSON, OPENAI_ERROR, AnswerShape
 
 
 class DocumentedRoute(Protocol):
@@ -24,6 +25,8 @@ class DocumentedRoute(Protocol):
     def fields(self) -> FieldTable | None: ...
     @property
     def shape(self) -> Shape: ...
+    @property
+    def answer(self) -> AnswerShape: ...
     @property
     def public(self) -> bool: ...
 
@@ -48,7 +51,7 @@ def document(routes: Iterable[DocumentedRoute]) -> dict[str, object]:
         },
         "paths": paths,
         "components": {
-            "schemas": {"Error": _OPENAI_ERROR, "AnthropicError": _ANTHROPIC_ERROR},
+            "schemas": {"Error": OPENAI_ERROR, "AnthropicError": ANTHROPIC_ERROR},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -57,47 +60,35 @@ def document(routes: Iterable[DocumentedRoute]) -> dict[str, object]:
     }
 
 
-_OPENAI_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"enum": ["invalid_request_error", "server_error"]},
-                "param": {"type": ["string", "null"], "description": "path of what is wrong"},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
+_STATUSES = {
+    400: "the request is wrong; `param` says where",
+    401: "an API key is missing or wrong",
+    403: "a foreign Host or Origin",
+    408: "the request did not arrive in time",
+    414: "the path is too long",
+    431: "the head is too large",
+    500: "a fault of the server",
+    503: "the server shuts down or has too much to do",
 }
-
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}, "param": {"type": "string"}},
-        },
-    },
-}
+_BODY_STATUSES = {413: "the body is too large", 415: "the Content-Encoding is not supported"}
 
 
 def _operation(route: DocumentedRoute, path: str) -> dict[str, object]:
+    statuses = dict(_STATUSES)
+    if route.fields is not None:
+        statuses |= _BODY_STATUSES
+    if path.endswith("{id}"):
+        statuses[404] = "there is no such thing"
     name = "AnthropicError" if route.shape is anthropic_error else "Error"
-    failed = {
-        "description": "the error object of this dialect",
-        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
-    }
+    error: dict[str, object] = {"$ref": f"#/components/schemas/{name}"}
+    responses: dict[str, object] = {"200": {"description": "the answer", "content": _answer(route.answer)}}
+    for status, description in sorted(statuses.items()):
+        schema = route.answer.other.get(status, error)
+        responses[str(status)] = {"description": description, "content": {JSON: {"schema": schema}}}
     operation: dict[str, object] = {
         "operationId": f"{route.method.lower()}_{re.sub('[^a-z0-9]+', '_', path.lower()).strip('_') or 'root'}",
         "summary": route.summary,
-        "responses": {"200": {"description": "see docs/api.md"}, "4XX": failed, "5XX": failed},
+        "responses": responses,
         "security": [] if route.public else [{}, {"bearer": []}, {"key": []}],
     }
     if path.endswith("{id}"):
@@ -106,6 +97,13 @@ def _operation(route: DocumentedRoute, path: str) -> dict[str, object]:
         content = {"application/json": {"schema": body_schema(route.fields)}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
+
+
+def _answer(answer: AnswerShape) -> dict[str, object]:
+    content: dict[str, object] = {kind: {"schema": schema} for kind, schema in answer.content.items()}
+    if answer.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return content
 
 
 def body_schema(table: FieldTable) -> dict[str, object]:
