@@ -93,4 +93,4 @@ def test_wrong_requests(server: RunningServer, route: Route) -> None:
 @pytest.mark.parametrize("route", WITH_BODY, ids=lambda route: f"{route.method} {route.path}")
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_many_requests(server: RunningServer, route: Route, mode: Any) -> None:
-    hold(server, route, mode, 300)
+    hold(server, route, mode, 120)

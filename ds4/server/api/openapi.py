@@ -9,7 +9,7 @@ from typing import Protocol
 from ds4 import __version__
 from ds4.server.api.errors import Shape, anthropic_error
 from ds4.server.api.fields import Field, FieldTable
-from ds4.server.api.shapes import ANTHROPIC_ERROR, JSON, OPENAI_ERROR, AnswerShape
+from ds4.server.api.shapes import ANTHROPIC_ERROR, EVENT, JSON, OPENAI_ERROR, AnswerShape
 
 
 class DocumentedRoute(Protocol):
@@ -102,7 +102,7 @@ def _operation(route: DocumentedRoute, path: str) -> dict[str, object]:
 def _answer(answer: AnswerShape) -> dict[str, object]:
     content: dict[str, object] = {kind: {"schema": schema} for kind, schema in answer.content.items()}
     if answer.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT}
     return content
 
 

@@ -49,6 +49,9 @@ def nullable(schema: Schema) -> Schema:
     return one_of(schema, NULL)
 
 
+EVENT: Schema = optional(closed(data=STRING), event=STRING)
+"""One server-sent event: its data is the JSON of a chunk or event of the dialect, or `[DONE]`."""
+
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _TIMINGS: Schema = {"type": "object", "additionalProperties": {"type": "number"}}
 _CACHE = closed(cached_tokens=_COUNT, cache_write_tokens=_COUNT)
