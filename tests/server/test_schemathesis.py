@@ -67,7 +67,7 @@ def hold(server: RunningServer, route: Route, mode: Any, examples: int) -> None:
         ]
         if mode == GenerationMode.NEGATIVE:
             wanted.append(checks.negative_data_rejection)
-        statuses[case.call_and_validate(checks=wanted).status_code] += 1
+        statuses[case.call_and_validate(checks=wanted, timeout=600).status_code] += 1
 
     check()
     print(f"{route.method} {route.full_path} {mode.value}: {dict(statuses)}")
