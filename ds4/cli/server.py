@@ -135,7 +135,7 @@ SERVER_FLAGS = (
     Flag(
         ("--mixed-prefill-quantum",),
         "mixed_prefill_quantum",
-        "prompt tokens per step while something decodes",
+        "most prompt tokens per step while something decodes",
         "N",
         integer(1, 65536),
         128,

@@ -31,6 +31,11 @@ class EngineThread:
         return not self._thread.is_alive()
 
     @property
+    def native_id(self) -> int | None:
+        """The thread's id in the system, None before `start`."""
+        return self._thread.native_id
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 

@@ -52,9 +52,15 @@ Deliver = Callable[[list[tuple[Job, list[Event]]]], None]
 """Takes all events of a step at once, on the engine thread; must not block."""
 
 
+MIXED_SECONDS = 0.02
+"""Of prefill beside streams in one step, at least."""
+MIXED_GRAIN = 32
+"""Tokens; fewer rows at once leave a matrix product's tiles half empty."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`slots` resident sessions; the two prefill budgets in tokens per step.
+    """`slots` resident sessions; the two prefill budgets in tokens per step, the most that either may be.
 
     `draft_timing`: a generation's end tells what guessing took. `step_seconds` bounds how long a prefill step may take
     by measured speed: a cancellation, a new request and a shutdown wait for the running step. The budget is then a
@@ -190,6 +196,7 @@ class Scheduler:
         self._line: list[Generation] = []
         """Prefills in the order of their turns."""
         self._prefill_rate: float | None = None
+        self._decode_seconds = 0.0
         """Seconds per prompt token of late prefill steps."""
         self._deadline: float | None = None
 
@@ -513,7 +520,7 @@ class Scheduler:
         """Chunks of the waiting prompts, in turn, up to one budget; who comes first goes to the end of the line."""
         waiting = [g for g in self._line if g.slot.generation is g and g.prefilling]
         budget = left = self._budget(decoding=bool(plan.rows))
-        grain = self._config.mixed_prefill_quantum
+        grain = min(self._config.mixed_prefill_quantum, budget)
         first: Generation | None = None
         for generation in waiting:
             try:
@@ -544,7 +551,7 @@ class Scheduler:
     def _budget(self, *, decoding: bool) -> int:
         config = self._config
         if decoding:
-            return config.mixed_prefill_quantum
+            return self._mixed_budget()
         if self._prefill_rate is None:
             return min(config.prefill_quantum, self._engine.config.prefill_chunk)
         fits = int(config.step_seconds / self._prefill_rate) if self._prefill_rate > 0 else config.prefill_quantum
@@ -553,8 +560,21 @@ class Scheduler:
         grain = config.mixed_prefill_quantum
         return max(fits // grain * grain, min(grain, config.prefill_quantum))
 
+    def _mixed_budget(self) -> int:
+        """A prompt may hold the streams beside it up by as long as they take themselves, or a little on a machine that
+        is fast at both: where prefill is slow, 128 tokens at once are a pause that people see."""
+        most = self._config.mixed_prefill_quantum
+        if not self._prefill_rate:
+            return most
+        fits = int(max(MIXED_SECONDS, self._decode_seconds) / self._prefill_rate)
+        return min(most, max(fits // MIXED_GRAIN, 1) * MIXED_GRAIN)
+
     def _measure(self, plan: Plan, now: float) -> None:
-        """Speed of prefill, from steps that did little else and are not dominated by their fixed cost."""
+        """Speed of prefill, from steps that did little else and are not dominated by their fixed cost; time of a step
+        that only decodes."""
+        if plan.rows and not plan.prefill_tokens:
+            seconds = now - plan.started
+            self._decode_seconds = (3 * self._decode_seconds + seconds) / 4 if self._decode_seconds else seconds
         if plan.prefill_tokens >= 64 and plan.work[0].end is not None:
             rate = (now - plan.started) / plan.prefill_tokens
             self._prefill_rate = rate if self._prefill_rate is None else (self._prefill_rate + rate) / 2

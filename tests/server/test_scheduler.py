@@ -375,6 +375,38 @@ def test_slow_prefill_makes_smaller_steps() -> None:
         assert clock.now - before <= 0.1
 
 
+@pytest.mark.parametrize(
+    ("token_seconds", "step_seconds", "expected"),
+    [
+        (0.0001, 0.0, 128),  # 20 ms are 200 tokens
+        (0.0003, 0.0, 64),  # 20 ms are 66 tokens
+        (0.002, 0.0, 32),  # 20 ms are 10 tokens: the least that is worth a step
+        (0.002, 0.15, 64),  # a step takes 150 ms without any: 75 tokens more double it
+    ],
+)
+def test_a_prompt_beside_streams_gets_no_longer_than_they_take(
+    token_seconds: float, step_seconds: float, expected: int
+) -> None:
+    clock = Clock()
+    engine = ScriptedEngine(ENDLESS, prefill_token_seconds=token_seconds, step_seconds=step_seconds, sleep=clock.sleep)
+    driver = Driver(engine, clock=clock, slots=2)
+    driver.submit(tokens(2048, 9))
+    for _ in range(400):
+        if driver.step().prefill_tokens == 0:
+            break
+    rate = driver.scheduler._prefill_rate
+    assert rate is not None and rate > 0.99 * token_seconds
+    for _ in range(12):
+        driver.step()
+    driver.submit(tokens(1000, 1))
+    sizes = [driver.step().prefill_tokens for _ in range(5)]
+    if step_seconds == 0:
+        assert sizes == [expected] * 5
+    else:
+        # The measured speed has the fixed cost of a step in it.
+        assert set(sizes) <= {32, 64}
+
+
 def test_admission_is_first_in_first_out() -> None:
     driver = Driver(ScriptedEngine("a b c"), slots=2)
     jobs = [driver.submit(tokens(5, base)) for base in range(6)]

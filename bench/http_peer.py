@@ -1,0 +1,143 @@
+"""Sixteen streaming clients of ds4-server and of llama.cpp's server, in turn: the same file, fresh prompts each round.
+
+    python -m bench.http_peer --llama-server PATH [--rounds 3] [--model FILE] [--neighbour]
+
+Both serve 16 sequences of 1,024 tokens on the same number of threads and do nothing between the rounds; ds4-server
+holds a context of 1,024 per session, llama.cpp's is given 16 times as much, which is what it shares out. With
+`--neighbour` another process keeps one core busy while a round runs: what a shared machine does to each.
+
+Figures are of `bench.serve`: tokens per second of all clients together, TTFT and ITL as a client sees them. A stream
+that is not complete is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench import report, serve
+from ds4.engine.demo import demo_model_path
+
+WIDTH, NEW_TOKENS, WORDS, CONTEXT = 16, 96, 24, 1024
+FIGURES = (
+    ("tokens/s", ("output_tokens_per_s",)),
+    ("TTFT p50, ms", ("ttft_ms", "p50")),
+    ("TTFT p99, ms", ("ttft_ms", "p99")),
+    ("ITL p50, ms", ("itl_ms", "p50")),
+    ("ITL p99, ms", ("itl_ms", "p99")),
+    ("resident, MiB", ("server_rss_mib",)),
+)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def serving(command: list[str], port: int) -> Iterator[tuple[str, int]]:
+    """Runs a server until it answers /health; yields its address and process id."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "NO_COLOR": "1"}
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            if process.poll() is not None:
+                raise RuntimeError(f"{command[0]} ended with status {process.returncode}")
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=1):
+                    break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        else:
+            raise RuntimeError(f"{command[0]} did not start")
+        yield url, process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@contextmanager
+def neighbour(wanted: bool) -> Iterator[None]:
+    """A process that keeps one core busy."""
+    if not wanted:
+        yield
+        return
+    core = max(os.sched_getaffinity(0))
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    os.sched_setaffinity(busy.pid, {core})
+    try:
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def load(url: str, pid: int, seed: int, busy: bool) -> dict[str, Any]:
+    options = ["--url", url, "--concurrency", str(WIDTH), "--requests", str(WIDTH), "--max-tokens", str(NEW_TOKENS)]
+    options += ["--input-words", str(WORDS), "--exact", "--seed", str(seed), "--warmup", "0", "--pid", str(pid)]
+    with neighbour(busy):
+        result = serve.measure(serve.parser().parse_args(options))
+    if result["rejected"] or result["complete"] != WIDTH:
+        raise RuntimeError(f"incomplete run: {result['rejected']}")
+    return result
+
+
+def figure(result: dict[str, Any], path: tuple[str, ...]) -> float:
+    value: Any = result
+    for name in path:
+        value = value[name]
+    return float(value)
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(prog="bench.http_peer", description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--llama-server", type=Path, required=True, help="llama.cpp's server program")
+    p.add_argument("--model", type=Path, help="GGUF file for both (default: the demo model)")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("-t", "--threads", type=int, default=2)
+    p.add_argument("--neighbour", action="store_true", help="also with one core kept busy by another process")
+    p.add_argument("--save", metavar="NAME", help="keep the numbers as bench/results/NAME.json")
+    args = p.parse_args()
+    model = str(args.model or demo_model_path())
+    ports = free_port(), free_port()
+    ours = [sys.executable, "-m", "ds4.cli.server", "-m", model, "--port", str(ports[0])]
+    ours += ["--batched-session", str(WIDTH), "--ctx", str(CONTEXT), "--threads", str(args.threads)]
+    peer = [str(args.llama_server), "-m", model, "--port", str(ports[1]), "-np", str(WIDTH)]
+    peer += ["-c", str(WIDTH * CONTEXT), "-t", str(args.threads), "-tb", str(args.threads)]
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    with serving(ours, ports[0]) as ds4, serving(peer, ports[1]) as llama:
+        for busy in (False, True) if args.neighbour else (False,):
+            kind = "one core busy" if busy else "quiet"
+            found = runs[kind] = {"ds4": [], "llama.cpp": []}
+            for round_ in range(args.rounds + (not busy)):
+                for name, (url, pid) in (("ds4", ds4), ("llama.cpp", llama)):
+                    result = load(url, pid, 2000 + 100 * busy + round_, busy)
+                    print(f"  {kind}, round {round_}, {name}: {result['output_tokens_per_s']:.1f} t/s", file=sys.stderr)
+                    if round_ or busy:  # the very first round warms both up
+                        found[name].append(result)
+    rows = []
+    for kind, found in runs.items():
+        for label, path in FIGURES:
+            a, b = (report.median([figure(r, path) for r in found[name]]) for name in ("ds4", "llama.cpp"))
+            rows.append((kind, label, a, b, f"{a / b:.2f}"))
+    print(report.table(("machine", "figure", "ds4", "llama.cpp", "ratio"), rows))
+    if args.save:
+        print(f"saved {report.save(args.save, {'runs': runs})}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
