@@ -20,6 +20,8 @@ endif
 TESTED  = $(VENV)/.test-deps
 FUZZ_SECONDS ?= 60
 FUZZ_JOBS    ?= 2
+# Where clients are installed, in pinned versions.
+export CLIENTS_DIR ?= $(abspath build/clients)
 
 # The tests of everything native, once more on a build with sanitizers. Leaks are not looked for there: test tools and
 # libraries keep memory to their end. Python objects come from malloc, so that reading past the end of a bytes object is seen.
@@ -32,13 +34,13 @@ SANITIZED  = build/sanitize
 SAN_TESTS  = tests/native tests/test_core.py tests/test_json.py tests/test_dsml.py tests/test_rax.py \
              tests/engine/test_session.py tests/engine/test_payload.py tests/engine/test_sampler.py
 
-.PHONY: serve test lint cuda-check test-clients test-sanitize fuzz fuzz-long clean help
+.PHONY: serve test lint cuda-check test-clients test-agents test-sanitize fuzz fuzz-long clean help
 
 help:
 	@echo "make serve          build, fetch the demo model, start ds4-server on $(HOST):$(PORT) with $(SLOTS) slots"
-	@echo "make test           build, lint, run the tests, the fuzz targets and the sanitized tests"
+	@echo "make test           build, lint, run the tests, two real clients, the fuzz targets and the sanitized tests"
 	@echo "make cuda-check     compile some CUDA sources, where nvcc is installed; DS4_CUDA=1 builds the backend"
-	@echo "make test-clients   real clients against a scripted model (installs them); CLIENT=codex runs one"
+	@echo "make test-clients   all real clients (installs them into $(CLIENTS_DIR)); CLIENT=codex runs one"
 	@echo "make test-sanitize  the native and Cython tests under ASan and UBSan"
 	@echo "make fuzz           the fuzz targets with sanitizers, FUZZ_SECONDS=60 each; fuzz-long: half an hour each"
 	@echo "make clean          remove .venv and build products"
@@ -84,10 +86,16 @@ cuda-check:
 
 test: lint cuda-check
 	$(BIN)/pytest
+	$(MAKE) test-agents
 	$(MAKE) -j2 --output-sync=target fuzz test-sanitize
 
 test-clients: $(TESTED)
 	$(BIN)/pytest -m clients -k "$(CLIENT)" -rs --durations=0 tests/clients
+
+# The two agents with the most particular requests: a tool loop each. Skipped, with the reason, where there is no node or
+# the package index does not answer.
+test-agents: $(TESTED)
+	$(BIN)/pytest -m clients -k "test_a_client_works and (codex or claude)" -rs tests/clients
 
 # The parsers alone, with sanitizers, and with coverage for the fuzzer that knows what to do with it.
 FUZZED = build/fuzz

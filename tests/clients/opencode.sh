@@ -15,7 +15,7 @@ cat >"$RUN_HOME/.config/opencode/opencode.json" <<JSON
     "ds4": {
       "npm": "@ai-sdk/openai-compatible",
       "options": {"baseURL": "$BASE_URL/v1", "apiKey": "$API_KEY"},
-      "models": {"$MODEL": {"tool_call": true, "reasoning": true, "limit": {"context": $CONTEXT, "output": 4096}}}
+      "models": {"$MODEL": {"tool_call": true, "reasoning": true, "limit": {"context": $CONTEXT, "output": $OUTPUT}}}
     }
   }
 }

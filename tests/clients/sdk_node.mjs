@@ -1,13 +1,15 @@
-// One tool loop per SDK: openai (Chat Completions, Responses), @anthropic-ai/sdk (Messages), ai (Chat Completions).
-// Run by sdk_node.sh. Exit status 3: each SDK was told, in its own error type, that the context is too small.
+// The Node SDKs: openai (Chat Completions, Responses), @anthropic-ai/sdk (Messages), ai (Chat Completions).
+// Run by sdk_node.sh. TURN and the exit status mean what they mean in sdk.py.
 import fs from "node:fs";
 import path from "node:path";
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
 
-const { BASE_URL, MODEL, API_KEY, MODULES } = process.env;
+const { BASE_URL, MODEL, API_KEY, MODULES, TURN, OUTPUT } = process.env;
 const prompt = process.argv[2];
 const MAX_TURNS = 5;
+const TOO_LONG = 3;
+const BEGUN = 10; // events of a stream after which some of the answer has come
 const { resolve } = createRequire(path.join(MODULES, "none.js"));
 const load = (name) => import(pathToFileURL(resolve(name)).href);
 const { default: OpenAI } = await load("openai");
@@ -27,37 +29,58 @@ const tools = {
   },
 };
 const each = (make) => Object.entries(tools).map(([name, tool]) => make(name, tool));
+const show = (text) => process.stdout.write(text);
 
 const openai = new OpenAI({ baseURL: `${BASE_URL}/v1`, apiKey: API_KEY, maxRetries: 0 });
 const anthropic = new Anthropic({ baseURL: BASE_URL, apiKey: API_KEY, maxRetries: 0 });
 const vercel = createOpenAICompatible({ name: "ds4", baseURL: `${BASE_URL}/v1`, apiKey: API_KEY });
 
-const loops = {
-  async chat() {
-    const runner = openai.chat.completions.runTools({
-      model: MODEL,
-      stream: true,
-      messages: [{ role: "user", content: prompt }],
-      tools: each((name, { run, schema }) => ({
-        type: "function",
-        function: { name, description: name, parameters: schema, parse: JSON.parse, function: run },
-      })),
-    });
-    runner.on("chunk", (chunk) => process.stdout.write(chunk.choices[0]?.delta?.reasoning_content ?? ""));
+// Per dialect: answer(question, withTools) is the text that ends the turn; begin(question) resolves after BEGUN events
+// with what aborts the stream.
+const begun = (stream, event) => {
+  stream.done().catch(() => {});
+  let seen = 0;
+  return new Promise((done) => stream.on(event, () => ++seen === BEGUN && done(() => stream.abort())));
+};
+const chat = {
+  declared: each((name, { run, schema }) => ({
+    type: "function",
+    function: { name, description: name, parameters: schema, parse: JSON.parse, function: run },
+  })),
+  run(question, withTools) {
+    const request = { model: MODEL, stream: true, messages: [{ role: "user", content: question }] };
+    return withTools
+      ? openai.chat.completions.runTools({ ...request, tools: this.declared })
+      : openai.chat.completions.stream(request);
+  },
+  async answer(question, withTools) {
+    const runner = this.run(question, withTools);
+    runner.on("chunk", (chunk) => show(chunk.choices[0]?.delta?.reasoning_content ?? ""));
     return await runner.finalContent();
   },
-  async responses() {
-    const input = [{ role: "user", content: prompt }];
+  begin(question) {
+    return begun(this.run(question, true), "chunk");
+  },
+};
+
+const responses = {
+  stream(input, withTools = true) {
+    return openai.responses.stream({
+      model: MODEL,
+      input,
+      reasoning: { summary: "auto" },
+      store: false,
+      tools: withTools
+        ? each((name, { schema }) => ({ type: "function", name, parameters: schema, strict: false }))
+        : [],
+    });
+  },
+  async answer(question, withTools) {
+    const input = [{ role: "user", content: question }];
     for (let turn = 0; turn < MAX_TURNS; turn++) {
-      const stream = openai.responses.stream({
-        model: MODEL,
-        input,
-        reasoning: { summary: "auto" },
-        store: false,
-        tools: each((name, { schema }) => ({ type: "function", name, parameters: schema, strict: false })),
-      });
+      const stream = this.stream(input, withTools);
       for await (const event of stream) {
-        if (event.type === "response.reasoning_summary_text.delta") process.stdout.write(event.delta);
+        if (event.type === "response.reasoning_summary_text.delta") show(event.delta);
       }
       const response = await stream.finalResponse();
       const calls = response.output.filter((item) => item.type === "function_call");
@@ -70,62 +93,99 @@ const loops = {
     }
     throw new Error("the loop does not end");
   },
-  async messages() {
-    const messages = [{ role: "user", content: prompt }];
+  begin(question) {
+    return begun(this.stream([{ role: "user", content: question }]), "event");
+  },
+};
+
+const messages = {
+  stream(turns, withTools = true) {
+    return anthropic.messages.stream({
+      model: MODEL,
+      max_tokens: Number(OUTPUT),
+      thinking: { type: "enabled", budget_tokens: 1024 },
+      messages: turns,
+      ...(withTools && { tools: each((name, { schema }) => ({ name, input_schema: schema })) }),
+    });
+  },
+  async answer(question, withTools) {
+    const turns = [{ role: "user", content: question }];
     for (let turn = 0; turn < MAX_TURNS; turn++) {
-      const stream = anthropic.messages.stream({
-        model: MODEL,
-        max_tokens: 2048,
-        thinking: { type: "enabled", budget_tokens: 1024 },
-        messages,
-        tools: each((name, { schema }) => ({ name, input_schema: schema })),
-      });
-      stream.on("thinking", (delta) => process.stdout.write(delta));
+      const stream = this.stream(turns, withTools);
+      stream.on("thinking", show);
       const message = await stream.finalMessage();
-      messages.push({ role: "assistant", content: message.content });
+      turns.push({ role: "assistant", content: message.content });
       const uses = message.content.filter((block) => block.type === "tool_use");
       if (!uses.length) return message.content.filter((b) => b.type === "text").map((b) => b.text).join("");
-      messages.push({
+      turns.push({
         role: "user",
         content: uses.map((b) => ({ type: "tool_result", tool_use_id: b.id, content: tools[b.name].run(b.input) })),
       });
     }
     throw new Error("the loop does not end");
   },
-  async vercel() {
-    const result = ai.streamText({
-      model: vercel(MODEL),
-      prompt,
-      maxRetries: 0,
-      stopWhen: (ai.isStepCount ?? ai.stepCountIs)(MAX_TURNS),
-      onError: () => {},
-      tools: Object.fromEntries(each((name, { run, schema }) => [
-        name,
-        ai.tool({ description: name, inputSchema: ai.jsonSchema(schema), execute: async (args) => run(args) }),
-      ])),
-    });
-    for await (const part of result.fullStream) {
-      if (part.type === "error") throw part.error;
-      if (part.type === "reasoning-delta") process.stdout.write(part.text);
-    }
-    return await result.text;
+  begin(question) {
+    return begun(this.stream([{ role: "user", content: question }]), "streamEvent");
   },
 };
 
-let tooLong = 0;
-for (const [name, loop] of Object.entries(loops)) {
+const sdk = {
+  stream(question, withTools, abortSignal) {
+    return ai.streamText({
+      model: vercel(MODEL),
+      prompt: question,
+      maxRetries: 0,
+      abortSignal,
+      stopWhen: (ai.isStepCount ?? ai.stepCountIs)(MAX_TURNS),
+      onError: () => {},
+      ...(withTools && {
+        tools: Object.fromEntries(each((name, { run, schema }) => [
+          name,
+          ai.tool({ description: name, inputSchema: ai.jsonSchema(schema), execute: async (args) => run(args) }),
+        ])),
+      }),
+    });
+  },
+  async answer(question, withTools) {
+    const result = this.stream(question, withTools);
+    for await (const part of result.fullStream) {
+      if (part.type === "error") throw part.error;
+      if (part.type === "reasoning-delta") show(part.text);
+    }
+    return await result.text;
+  },
+  async begin(question) {
+    const controller = new AbortController();
+    let seen = 0;
+    for await (const _ of this.stream(question, true, controller.signal).fullStream) if (++seen === BEGUN) break;
+    return () => controller.abort();
+  },
+};
+
+const dialects = Object.entries({ chat, responses, messages, vercel: sdk });
+let refused = 0;
+for (const [name, dialect] of dialects) {
+  if (TURN === "cancel") {
+    (await dialect.begin(prompt))();
+    console.log(`${name} cancelled`);
+  }
   console.log(`${name} thinking:`);
+  let answer;
   try {
-    console.log(`\n${name} answer:`, await loop());
+    answer = await dialect.answer(TURN === "cancel" ? "And now?" : prompt, TURN === "tools");
   } catch (error) {
     const status = error.status ?? error.statusCode;
     const why = `${error.code ?? ""} ${error.message} ${error.responseBody ?? ""}`;
-    console.log(`${name} refused:`, status, why);
     if (status !== 400 || !/context_length_exceeded|prompt is too long/.test(why)) throw error;
-    tooLong++;
+    console.log(`${name} refused:`, status, why);
+    refused++;
     continue;
   }
-  if (fs.readFileSync("hello.txt", "utf8") !== "hi") throw new Error(`${name} made a wrong file`);
-  if (name !== "vercel") fs.unlinkSync("hello.txt");
+  if (!answer?.trim()) throw new Error(`${name} has no answer`);
+  console.log(`\n${name} answer:`, answer);
+  if (TURN === "tools") {
+    if (fs.readFileSync("hello.txt", "utf8") !== "hi") throw new Error(`${name} made a wrong file`);
+    if (dialect !== dialects.at(-1)[1]) fs.unlinkSync("hello.txt");
+  }
 }
-process.exit(tooLong === 0 ? 0 : tooLong === Object.keys(loops).length ? 3 : 1);
+process.exit(refused === 0 ? 0 : refused === dialects.length ? TOO_LONG : 1);

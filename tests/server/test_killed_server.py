@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,52 +14,24 @@ from ds4.cli.main import main
 from ds4.engine.demo import demo_model_path
 from ds4.errors import ConfigError
 from ds4.server.kvdir import temporary_files
+from tests.support.server_process import ServerProcess
 
 BUDGET_MIB = 20
 QUESTIONS = [f"Question {i}: what do you know about the number {i}? " + "Be short and clear. " * 24 for i in range(3)]
 
 
-class Process:
-    """A server process of its own, with the demo model."""
+def start(directory: Path) -> ServerProcess:
+    """With the demo model."""
+    flags = ["--ctx", "512", "--batched-session", "2", "--threads", "2"]
+    flags += ["--kv-disk-dir", str(directory), "--kv-cache-min-tokens", "32"]
+    flags += ["--kv-cache-boundary-align-tokens", "0", "--kv-cache-budget-mb", str(BUDGET_MIB)]
+    return ServerProcess(*flags)
 
-    def __init__(self, directory: Path) -> None:
-        flags = ["--port", "0", "--ctx", "512", "--batched-session", "2", "--threads", "2"]
-        flags += ["--kv-disk-dir", str(directory), "--kv-cache-min-tokens", "32"]
-        flags += ["--kv-cache-boundary-align-tokens", "0", "--kv-cache-budget-mb", str(BUDGET_MIB)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ds4.cli.server", *flags],
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
-            text=True,
-        )
-        self.lines: list[str] = []
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            found = re.search(r"listening on (http://\S+)", line)
-            if found:
-                self.url = found[1]
-                break
-        else:
-            raise AssertionError("".join(self.lines))
-        threading.Thread(target=self._drain, daemon=True).start()
 
-    def _drain(self) -> None:
-        assert self.process.stderr is not None
-        self.lines += list(self.process.stderr)
-
-    def ask(self, question: str) -> str:
-        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 6}
-        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
-        return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0, "".join(self.lines)
+def ask(server: ServerProcess, question: str) -> str:
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 6}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+    return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
 
 
 def load(url: str, seed: float, over: threading.Event) -> None:
@@ -82,13 +49,13 @@ def load(url: str, seed: float, over: threading.Event) -> None:
 def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
     print(f"seed {seed}")
     rng = random.Random(seed)
-    server = Process(directory)
-    expected = [server.ask(question) for question in QUESTIONS]
+    server = start(directory)
+    expected = [ask(server, question) for question in QUESTIONS]
     server.stop()
     for path in directory.glob("*.kv"):
         path.unlink()
     hits = kills = 0
-    server = Process(directory)
+    server = start(directory)
     for _ in range(rounds):
         over = threading.Event()
         clients = [threading.Thread(target=load, args=(server.url, rng.random(), over)) for _ in range(3)]
@@ -101,11 +68,11 @@ def kill_rounds(directory: Path, rounds: int, seed: int) -> int:
             client.join()
         kills += 1
         assert main(["kv", "verify", "-q", str(directory)]) == 0, "what has a name is whole, also before anybody tidies"
-        server = Process(directory)
+        server = start(directory)
         assert temporary_files(directory) == []
         assert sum(path.stat().st_size for path in directory.glob("*.kv")) <= BUDGET_MIB << 20
         asked = rng.randrange(len(QUESTIONS))
-        assert server.ask(QUESTIONS[asked]) == expected[asked]
+        assert ask(server, QUESTIONS[asked]) == expected[asked]
         hits += any("kv cache hit" in line for line in server.lines)
         assert not any("damaged" in line for line in server.lines), server.lines
         print(f"kill {kills} of {rounds}: whole", flush=True)

@@ -329,6 +329,19 @@ def both(server: RunningServer, **fields: Any) -> dict[str, Any]:
     return plain
 
 
+def test_reasoning_is_replayed_as_it_was_announced(serve: Serve) -> None:
+    """LangChain keeps the item of `response.output_item.added`, whose status is that of its beginning."""
+    server = serve("ok")
+
+    def prompt(**status: str) -> str:
+        thought = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}], **status}
+        said = {"type": "message", "role": "assistant", "content": "yes"}
+        assert post(server, [{"role": "user", "content": "x"}, thought, said]).status_code == 200
+        return server.engine.prompts[-1]
+
+    assert prompt(status="in_progress") == prompt(status="completed") == prompt()
+
+
 def test_custom_tools_come_back_as_such(serve: Serve) -> None:
     text = '*** Begin Patch\n+a "quoted" line\n*** End Patch'
     server = serve(Script.text(call("apply_patch", input=text), 5), slots=1)
@@ -510,6 +523,8 @@ def test_garbage_arguments_in_the_history(serve: Serve) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
         ({"input": [{"role": "assistant", "content": "x", "status": "incomplete"}]}, "input[0].status"),
+        ({"input": [{"role": "assistant", "content": "x", "status": "in_progress"}]}, "input[0].status"),
+        ({"input": [{"type": "reasoning", "summary": [], "status": "incomplete"}]}, "input[0].status"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
@@ -630,7 +645,8 @@ def test_input_tokens(serve: Serve) -> None:
 def test_context_overflow(serve: Serve) -> None:
     server = serve(ScriptedEngine("a b", ctx=200))
     found = openai_error(post(server, "x" * 200, stream=True))
-    assert "maximum context length" in found["message"]
+    for words in ("maximum context length is ", "context_length_exceeded"):
+        assert words in found["message"], "clients look for these words"
     assert (found["param"], found["code"], found["n_ctx"]) == ("input", "context_length_exceeded", 200)
 
 

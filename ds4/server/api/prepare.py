@@ -171,7 +171,8 @@ class Preparer:
         n_ctx = self.n_ctx
         if n_prompt < n_ctx:
             return
-        known = f"This model's maximum context length is {n_ctx} tokens."
+        # Clients know a full context by words: these are what LiteLLM, Pi and LangChain look for, not `code`.
+        known = f"This model's maximum context length is {n_ctx} tokens (context_length_exceeded)."
         if dialect == "messages":
             known = f"prompt is too long: {n_prompt} tokens > {n_ctx - 1} maximum"
         raise RequestError(

@@ -86,7 +86,8 @@ class InputReader:
     def _item(self, item: Node) -> None:
         kind = item.as_object().get_str("type", "message")
         status = item.get_str("status", "completed")
-        if status != "completed":
+        # LangChain replays reasoning as it was announced, which is with the status of its beginning.
+        if status != "completed" and (kind, status) != ("reasoning", "in_progress"):
             raise item["status"].error(f"An item of an interrupted turn cannot be replayed: status {status[:40]!r}")
         if kind == "message":
             self._message(item)
