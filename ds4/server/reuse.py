@@ -169,10 +169,13 @@ class Lookup:
             self._common[index] = found
         return found if found > beyond else 0
 
-    def looks_like(self, slot: Slot) -> bool:
-        """Does the prompt have the slot's last answer where it would be? That slot is worth looking at first."""
-        text = slot.text
-        return text is not None and bool(text.drawn) and self.query.key.startswith(text.drawn, len(text.key))
+    def promise(self, slot: Slot) -> int:
+        """How much a slot is worth looking at first: the prompt has its last answer where it would be, or the end of
+        its last prompt."""
+        text, asked, key = slot.text, slot.asked, self.query.key
+        if text is not None and text.drawn and key.startswith(text.drawn, len(text.key)):
+            return 2
+        return int(asked is not None and key.startswith(asked.key[-64:], max(0, len(asked.key) - 64)))
 
     def begins(self, text: LiveText) -> bool:
         """Does the prompt's text begin with this one? The end is looked at first: it tells most texts apart."""

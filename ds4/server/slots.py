@@ -119,9 +119,11 @@ class Slots:
         lookup = Lookup(query, self._slots, self._store)
         best: tuple[int, Route] | None = None
         free = [slot for slot in self._slots if not slot.busy]
-        for slot in sorted(free, key=lookup.looks_like, reverse=True):
+        for slot in sorted(free, key=lookup.promise, reverse=True):
             # No score is higher than what is kept: who cannot keep more than the best so far is not looked at closely.
             ahead = max(0, best[0]) if best else 0
+            if ahead >= len(query.prompt) - 1 > 0:
+                break
             reuse = probe(slot, lookup, ahead)
             if ahead and reuse.tokens <= ahead:
                 continue
