@@ -2,6 +2,10 @@
 
     python -m bench.cpu_llamacpp --build ~/.cache/ds4-peer     # once: llama.cpp from source, its own environment
     python -m bench.cpu_llamacpp --peer ~/.cache/ds4-peer
+    python -m bench.cpu_llamacpp --peer ~/.cache/ds4-peer --types Q8_0 Q4_0 Q4_K_M Q6_K BF16
+
+`--types` measures files that llama.cpp's own quantiser makes of the model (kept in build/types), with the fallback
+types that it chooses for matrices whose rows are no multiple of a block.
 
 Each engine lives in a process of its own; the two take turns measurement by measurement, so that both see the same
 neighbours, and the numbers are medians over the rounds. Decode feeds fixed tokens and reads the logits on both sides.
@@ -13,6 +17,7 @@ import argparse
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,9 @@ WORK: list[tuple[str, str, dict[str, int]]] = [
     ("decode at depth 2048", "decode", {"depth": 2048, "n": 32}),
     *((f"batch {w}", "batch", {"width": w, "n": 24}) for w in (2, 4, 8, 16)),
 ]
+# What is measured of each of --types.
+TYPES_WORK = ("prefill 512", "decode", "batch 16")
+TYPES_FOLDER = Path("build/types")
 
 
 def build(folder: Path) -> None:
@@ -40,13 +48,23 @@ def build(folder: Path) -> None:
     subprocess.run([str(c) for c in command], check=True)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    model = args.model or demo_model_path()
+def of_type(model: Path, name: str, peer: Path) -> Path:
+    """`model` in the type that llama.cpp calls `name`, made by its quantiser unless it is there."""
+    target = TYPES_FOLDER / f"{model.stem}-{name}.gguf"
+    if not target.exists():
+        TYPES_FOLDER.mkdir(parents=True, exist_ok=True)
+        script = Path(__file__).resolve().parent / "peers/llamacpp_quantize.py"
+        command = [peer / "bin/python", script, model, target, name]
+        subprocess.run([str(c) for c in command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return target
+
+
+def measure(args: argparse.Namespace, model: Path, labels: Sequence[str] | None) -> dict[str, Any]:
     root = Path(__file__).resolve().parent
     ours = Worker([sys.executable, "-m", "bench.peers.ds4_worker", str(model), str(args.threads), "8192", args.isa])
     peer_python = str(args.peer / "bin/python")
     peer = Worker([peer_python, str(root / "peers/llamacpp_worker.py"), str(model), str(args.threads)])
-    work = [w for w in WORK if not args.only or any(w[0].startswith(o) for o in args.only)]
+    work = [w for w in WORK if labels is None or any(w[0].startswith(o) for o in labels)]
     rates: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label, _, _ in work}
     for round_ in range(args.rounds + 1):
         for label, op, arguments in work:
@@ -54,7 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if round_:  # the first round warms both up
                 rates[label][0].append(pair[0])
                 rates[label][1].append(pair[1])
-            print(f"  round {round_} {label}: {pair[0]:.1f} / {pair[1]:.1f} t/s", file=sys.stderr)
+            print(f"  {model.stem} round {round_} {label}: {pair[0]:.1f} / {pair[1]:.1f} t/s", file=sys.stderr)
     facts = {"ds4": ours.ask("facts"), "llama.cpp": peer.ask("facts")}
     ours.close()
     peer.close()
@@ -81,6 +99,7 @@ def main() -> int:
     p.add_argument("--isa", default="auto", help="cap ds4's instruction set: auto, avx512, avx2, scalar")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--only", nargs="*", help="labels to run, by prefix")
+    p.add_argument("--types", nargs="+", metavar="TYPE", help="files of these types made from the model")
     p.add_argument("--save", metavar="NAME", help="keep the numbers as bench/results/NAME.json")
     args = p.parse_args()
     if args.build:
@@ -88,14 +107,25 @@ def main() -> int:
         return 0
     if not args.peer:
         p.error("--peer DIR is needed (make it with --build DIR)")
-    result = measure(args)
-    rows = [(r["what"], r["ds4"], r["llama.cpp"], f"{r['ratio']:.2f}") for r in result["rates"]]
-    print(f"{result['model']}, {result['threads']} threads, tokens/s, medians of {args.rounds} rounds in turn\n")
-    print(report.table(("what", "ds4", "llama.cpp", "ratio"), rows))
-    for name, facts in result["facts"].items():
-        print(f"{name}: {facts['version']}, {facts['system'].strip()}, {facts['rss_mib']:.0f} MiB resident")
+    model = args.model or demo_model_path()
+    if args.types:
+        results = {t: measure(args, of_type(model, t, args.peer), args.only or TYPES_WORK) for t in args.types}
+        saved: dict[str, Any] = {"types": results}
+    else:
+        results = {"": measure(args, model, args.only)}
+        saved = results[""]
+    lines = [
+        (t, r["what"], r["ds4"], r["llama.cpp"], f"{r['ratio']:.2f}") for t, x in results.items() for r in x["rates"]
+    ]
+    first = 0 if args.types else 1
+    print(f"{model.name}, {args.threads} threads, tokens/s, medians of {args.rounds} rounds in turn\n")
+    print(report.table(("type", "what", "ds4", "llama.cpp", "ratio")[first:], [line[first:] for line in lines]))
+    for kind, result in results.items():
+        for name, facts in result["facts"].items():
+            system = facts["system"].strip()
+            print(f"{kind} {name}: {facts['version']}, {system}, {facts['rss_mib']:.0f} MiB resident".lstrip())
     if args.save:
-        print(f"saved {report.save(args.save, result)}")
+        print(f"saved {report.save(args.save, saved)}")
     return 0
 
 

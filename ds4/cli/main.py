@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds4.cli import convert, inspect, kv, logits, synth, tokenize
 from ds4.cli.flags import (
     DRAFT_FLAGS,
     ENGINE_FLAGS,
@@ -31,14 +31,8 @@ from ds4.errors import ConfigError, ContextLengthError
 PROGRAM = "ds4"
 DEFAULT_SYSTEM = "You are a helpful assistant"
 """Where the syntax has no system text of its own."""
-TOOLS = {
-    "inspect": inspect,
-    "tokenize": tokenize,
-    "logits": logits,
-    "kv": kv,
-    "convert": convert,
-    "synth": synth,
-}
+TOOLS = ("inspect", "tokenize", "logits", "kv", "convert", "synth")
+"""Modules of `ds4.cli`, imported when asked for: what they need costs more than half of a short answer's time."""
 
 FLAGS: tuple[Flag, ...] = (
     Flag(("--prompt", "-p"), "prompt", "one turn, then exit; - reads standard input", "TEXT", topic="prompt"),
@@ -174,11 +168,9 @@ def one_shot(chat: Any, prompt: str) -> int:
 
 def run_tool(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM)
-    subparsers = parser.add_subparsers()
-    for tool in TOOLS.values():
-        tool.add_parser(subparsers)
-    args = parser.parse_args(argv)
-    return int(TOOLS[argv[0]].run(args))
+    tool = importlib.import_module(f"ds4.cli.{argv[0]}")
+    tool.add_parser(parser.add_subparsers())
+    return int(tool.run(parser.parse_args(argv)))
 
 
 def dispatch(argv: Sequence[str]) -> int:

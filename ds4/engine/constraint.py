@@ -7,7 +7,7 @@
 
 A JSON schema is obeyed as written (JSON Schema 2020-12, the keywords that the library knows); white space between the
 tokens of JSON is bounded, because weak models never stop to write it. Special tokens are no text: no string of a
-grammar matches them.
+grammar matches them. The library is imported by the first grammar: most servers start without one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
-import llguidance
 import numpy as np
 
 from ds4.errors import Ds4Error, EngineError
 
 if TYPE_CHECKING:
+    import llguidance
     import numpy.typing as npt
 
     from ds4.engine.tokenizer import Tokenizer
@@ -112,6 +112,8 @@ class Compiler:
         return constraint
 
     def _compile(self, grammar: Grammar) -> Constraint:
+        import llguidance
+
         text = _library_grammar(grammar)
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
@@ -186,6 +188,8 @@ class Matcher:
 
 
 def _library_grammar(grammar: Grammar) -> str:
+    import llguidance
+
     if grammar.kind == "regex":
         return str(llguidance.LLMatcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
@@ -338,6 +342,8 @@ class _Vocabulary:
 
 
 def _token_table(tokenizer: Tokenizer, vocab_size: int) -> llguidance.LLTokenizer:
+    import llguidance
+
     if not tokenizer.eos_ids:
         raise GrammarError("the model has no token that ends a text")
     wrapper = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size))

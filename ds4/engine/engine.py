@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import gc
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -104,6 +106,11 @@ class Engine:
         """
         config = config or EngineConfig()
         _check_config(config)
+        with _no_garbage_collection():
+            return cls._open(config, progress)
+
+    @classmethod
+    def _open(cls, config: EngineConfig, progress: Progress | None) -> Engine:
         file = open_model_file(demo_model_path() if config.model is None else config.model)
         if config.ctx == 0:
             config = dataclasses.replace(config, ctx=min(AUTO_CTX, file.hparams.integer("context_length", low=1)))
@@ -116,11 +123,14 @@ class Engine:
         plan = plan_memory(file, native, config, backend.free_device_memory, drafts)
         if config.check_memory:
             check_plan(plan, config.ctx, native.state_bytes(0))
-        tokenizer = file.tokenizer() if file.tokenizer_spec is not None else None
         if config.warm_weights:
             _warm(file)
-        with _named_errors(file, drafts, module):
-            native.load(progress)
+        # The weights leave the interpreter free, and the tokenizer takes about as long as those of a small model.
+        with ThreadPoolExecutor(1) as pool:
+            building = pool.submit(file.tokenizer) if file.tokenizer_spec is not None else None
+            with _named_errors(file, drafts, module):
+                native.load(progress)
+            tokenizer = building.result() if building is not None else None
         plan = dataclasses.replace(plan, weight_bytes=native.resident_bytes)
         handle = ModelHandle(native, file.family, fingerprint(file, config.kv_qat), config.prefill_chunk, module)
         return cls(config, file, backend, handle, tokenizer, plan)
@@ -299,6 +309,20 @@ def _row_result(
 
 
 # ---- opening
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A vocabulary is a hundred thousand objects that all stay: looking for garbage among them, again and again while
+    they become more, takes a tenth of opening a small model."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _check_config(config: EngineConfig) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llguidance import regex_to_lark
 
 from ds4.engine.constraint import FORMATS, GrammarError, library_schema
 
@@ -385,6 +384,8 @@ def _search(pattern: str, function: str, name: str) -> str:
     body = pattern[anchored_start : len(pattern) - anchored_end]
     if (anchored_start or anchored_end) and _has_top_level_bar(body):
         raise SchemaError(function, path, "an anchor beside alternatives is not implemented")
+    from llguidance import regex_to_lark  # with the first grammar, as in ds4.engine.constraint
+
     head = "" if anchored_start else "(?s:.*)"
     tail = "" if anchored_end else "(?s:.*)"
     return f"{head}({regex_to_lark(body, 'dw')}){tail}"

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <fstream>
 #include <new>
@@ -11,7 +12,8 @@ namespace ds4::cpu {
 
 namespace {
 constexpr size_t kHuge = size_t{2} << 20;
-}
+constexpr size_t kSlab = size_t{32} << 20;
+}  // namespace
 
 HugeBuffer::HugeBuffer(size_t bytes) : size_(bytes) {
   if (bytes == 0) return;
@@ -33,6 +35,20 @@ HugeBuffer::HugeBuffer(size_t bytes) : size_(bytes) {
 
 HugeBuffer::~HugeBuffer() {
   if (mapping_) munmap(mapping_, mapped_);
+}
+
+std::shared_ptr<std::byte> SlabArena::take(size_t bytes) {
+  if (bytes >= kSlab / 4) {
+    auto own = std::make_shared<HugeBuffer>(bytes);
+    return {own, own->data()};
+  }
+  if (!slab_ || slab_->size() - used_ < bytes) {
+    slab_ = std::make_shared<HugeBuffer>(kSlab);
+    used_ = 0;
+  }
+  std::shared_ptr<std::byte> piece(slab_, slab_->data() + used_);
+  used_ = std::min(kSlab, used_ + (bytes + 63) / 64 * 64);
+  return piece;
 }
 
 bool huge_pages_available() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <utility>
 
 namespace ds4::cpu {
@@ -35,6 +36,19 @@ class HugeBuffer {
   size_t size_ = 0;
   void* mapping_ = nullptr;  // the whole mapping: up to 2 MiB more than what is used, never touched
   size_t mapped_ = 0;
+};
+
+// Pieces of anonymous memory that are never given back one by one, taken from shared slabs: a matrix of a small model
+// is smaller than a huge page, and weights that are read one after the other lie one after the other. A slab lives as
+// long as a piece of it.
+class SlabArena {
+ public:
+  // Zero-filled, aligned to 64 bytes. Throws std::bad_alloc.
+  std::shared_ptr<std::byte> take(size_t bytes);
+
+ private:
+  std::shared_ptr<HugeBuffer> slab_;
+  size_t used_ = 0;
 };
 
 // True when the kernel gives transparent huge pages on request (madvise or always).

@@ -103,7 +103,7 @@ class CpuOps final : public Ops {
   }
 
   std::unique_ptr<Weight> load(std::span<const MatrixView> parts, WeightUse use) override {
-    return std::make_unique<PackedWeight>(parts, use, pool_);
+    return std::make_unique<PackedWeight>(parts, use, pool_, weights_);
   }
   Tensor scratch(int64_t n, int64_t dim) override {
     require(n >= 0 && dim > 0 && n <= (int64_t{1} << 40) / dim, "scratch of an impossible shape");
@@ -400,6 +400,7 @@ class CpuOps final : public Ops {
   const Kernels& kernels_;
   ThreadPool pool_;
   PagePools pools_;
+  SlabArena weights_;
   Attention attention_;
   Arena arena_;
   std::unique_ptr<LatentOps> latent_;

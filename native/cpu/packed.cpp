@@ -322,7 +322,7 @@ int64_t tile_bytes(const Format& f, int64_t cols) {
   return round_up(scale_offset(f, cols) + (blocks * f.scale_bytes + 7) / 8, 64);
 }
 
-PackedWeight::PackedWeight(std::span<const MatrixView> parts, WeightUse use, ThreadPool& pool)
+PackedWeight::PackedWeight(std::span<const MatrixView> parts, WeightUse use, ThreadPool& pool, SlabArena& arena)
     : Weight(0, parts.empty() ? 0 : parts[0].cols), parts_(parts.begin(), parts.end()), use_(use) {
   if (parts.empty()) throw Invalid("load: no matrix given");
   for (const MatrixView& p : parts) {
@@ -342,16 +342,16 @@ PackedWeight::PackedWeight(std::span<const MatrixView> parts, WeightUse use, Thr
     vector_.resize(static_cast<size_t>(rows_ * cols_));
     for (int64_t r = 0; r < rows_; ++r) dequantize(r, vector_.data() + r * cols_);
   } else if (use != WeightUse::Embedding) {
-    std::call_once(packed_, [&] { pack(&pool); });
+    std::call_once(packed_, [&] { pack(&pool, &arena); });
   }
 }
 
 const std::vector<Segment>& PackedWeight::segments() const {
-  std::call_once(packed_, [&] { pack(nullptr); });
+  std::call_once(packed_, [&] { pack(nullptr, nullptr); });
   return segments_;
 }
 
-void PackedWeight::pack(ThreadPool* pool) const {
+void PackedWeight::pack(ThreadPool* pool, SlabArena* arena) const {
   // Neighbours of one type become one segment; gate and up stay apart, their tiles interleaved when they can be.
   struct Source {
     DType type;
@@ -385,8 +385,14 @@ void PackedWeight::pack(ThreadPool* pool) const {
     if (act == acts_.end()) acts_.push_back(g.format.act);
     segments_.push_back(g);
   }
-  memory_ = HugeBuffer(static_cast<size_t>(total));
-  auto* base = reinterpret_cast<uint8_t*>(memory_.data());
+  bytes_ = static_cast<size_t>(total);
+  if (arena) {
+    memory_ = arena->take(bytes_);
+  } else {
+    const auto own = std::make_shared<HugeBuffer>(bytes_);
+    memory_ = {own, own->data()};
+  }
+  auto* base = reinterpret_cast<uint8_t*>(memory_.get());
   for (size_t i = 0; i < segments_.size(); ++i) {
     Segment& g = segments_[i];
     uint8_t* data = base + offsets[i];
@@ -426,7 +432,7 @@ void PackedWeight::dequantize(int64_t row, float* out) const {
 }
 
 size_t PackedWeight::resident_bytes() const {
-  return memory_.size() + vector_.size() * sizeof(float);
+  return bytes_ + vector_.size() * sizeof(float);
 }
 
 }  // namespace ds4::cpu

@@ -86,7 +86,7 @@ struct Segment {
 
 class PackedWeight final : public Weight {
  public:
-  PackedWeight(std::span<const MatrixView> parts, WeightUse use, ThreadPool& pool);
+  PackedWeight(std::span<const MatrixView> parts, WeightUse use, ThreadPool& pool, SlabArena& arena);
   size_t resident_bytes() const override;
 
   WeightUse use() const { return use_; }
@@ -99,12 +99,13 @@ class PackedWeight final : public Weight {
   void dequantize(int64_t row, float* out) const;
 
  private:
-  void pack(ThreadPool* pool) const;
+  void pack(ThreadPool* pool, SlabArena* arena) const;
   std::vector<MatrixView> parts_;
   WeightUse use_;
   std::vector<float> vector_;
   mutable std::once_flag packed_;
-  mutable HugeBuffer memory_;
+  mutable std::shared_ptr<std::byte> memory_;
+  mutable size_t bytes_ = 0;  // of memory_
   mutable std::vector<Segment> segments_;
   mutable std::vector<ActKind> acts_;
 };

@@ -22,8 +22,10 @@ void pause_cpu() {
 // neighbour on the same core would notice.
 constexpr int kSpins = 1200;
 
-constexpr uint64_t pack(uint32_t generation, uint32_t left) {
-  return (uint64_t{generation} << 32) | left;
+constexpr int64_t kMostUnits = 65535;
+
+constexpr uint64_t pack(uint32_t generation, uint64_t first, uint64_t end) {
+  return (uint64_t{generation} << 32) | (first << 16) | end;
 }
 
 template <class T>
@@ -38,9 +40,11 @@ void wait_while_equal(const std::atomic<T>& value, T old) {
 }  // namespace
 
 ThreadPool::ThreadPool(int threads) {
-  workers_.reserve(static_cast<size_t>(std::max(threads - 1, 0)));
+  const auto n = static_cast<size_t>(std::max(threads, 1));
+  tickets_ = std::make_unique<Ticket[]>(n);
+  workers_.reserve(n - 1);
   try {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    for (size_t i = 1; i < n; ++i) workers_.emplace_back([this, i] { work(i); });
   } catch (...) {
     stop_ = true;
     generation_.fetch_add(1);
@@ -55,51 +59,64 @@ ThreadPool::~ThreadPool() {
   generation_.notify_all();
 }
 
-bool ThreadPool::take_share(uint32_t generation) {
-  uint64_t ticket = ticket_.load(std::memory_order_acquire);
+// Half of what is left: of one's own range the front, of another's the back.
+bool ThreadPool::take_share(size_t self, size_t owner, uint32_t generation) {
+  std::atomic<uint64_t>& at = tickets_[owner].value;
+  uint64_t ticket = at.load(std::memory_order_acquire);
   for (;;) {
-    const auto left = static_cast<uint32_t>(ticket);
-    if (static_cast<uint32_t>(ticket >> 32) != generation || left == 0) return false;
+    const uint64_t first = (ticket >> 16) & 0xffff, end = ticket & 0xffff;
+    if (static_cast<uint32_t>(ticket >> 32) != generation || first == end) return false;
     const Invoke invoke = invoke_.load(std::memory_order_relaxed);
     void* body = body_.load(std::memory_order_relaxed);
-    const uint32_t items = items_.load(std::memory_order_relaxed);
-    const uint32_t least = least_.load(std::memory_order_relaxed);
-    const auto sharers = static_cast<uint32_t>(threads());
-    const uint32_t share = std::min(left, std::max(least, left / (2 * sharers)));
-    if (!ticket_.compare_exchange_weak(ticket, pack(generation, left - share), std::memory_order_acq_rel,
-                                       std::memory_order_acquire))
-      continue;
-    const int64_t begin = items - left;
-    invoke(body, begin, begin + share);
-    if (done_.fetch_add(share, std::memory_order_acq_rel) + share == items) done_.notify_one();
+    const int64_t items = items_.load(std::memory_order_relaxed);
+    const int64_t unit = unit_.load(std::memory_order_relaxed);
+    const uint64_t share = (end - first + 1) / 2;
+    const uint64_t from = self == owner ? first : end - share;
+    const uint64_t left = self == owner ? pack(generation, first + share, end) : pack(generation, first, from);
+    if (!at.compare_exchange_weak(ticket, left, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    const int64_t begin = static_cast<int64_t>(from) * unit;
+    const int64_t stop = std::min(items, static_cast<int64_t>(from + share) * unit);
+    invoke(body, begin, stop);
+    const auto made = static_cast<uint32_t>(stop - begin);
+    if (done_.fetch_add(made, std::memory_order_acq_rel) + made == static_cast<uint32_t>(items)) done_.notify_one();
     return true;
   }
 }
 
+void ThreadPool::take_all(size_t self, uint32_t generation) {
+  const size_t n = workers_.capacity() + 1;
+  for (size_t i = 0; i < n; ++i)
+    while (take_share(self, (self + i) % n, generation)) {
+    }
+}
+
 void ThreadPool::run_parallel(int64_t items, int64_t least, Invoke invoke, void* body) {
   if (items > INT32_MAX) throw Invalid("thread pool: more than 2^31 items");
+  const int64_t unit = std::max({int64_t{1}, least, (items + kMostUnits - 1) / kMostUnits});
+  const int64_t units = (items + unit - 1) / unit, n = threads();
   invoke_.store(invoke, std::memory_order_relaxed);
   body_.store(body, std::memory_order_relaxed);
   items_.store(static_cast<uint32_t>(items), std::memory_order_relaxed);
-  least_.store(static_cast<uint32_t>(std::max<int64_t>(least, 1)), std::memory_order_relaxed);
+  unit_.store(static_cast<uint32_t>(unit), std::memory_order_relaxed);
   done_.store(0, std::memory_order_relaxed);
   const uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
-  ticket_.store(pack(generation, static_cast<uint32_t>(items)), std::memory_order_release);
+  for (int64_t i = 0; i < n; ++i)
+    tickets_[static_cast<size_t>(i)].value.store(
+        pack(generation, static_cast<uint64_t>(units * i / n), static_cast<uint64_t>(units * (i + 1) / n)),
+        std::memory_order_release);
   generation_.store(generation, std::memory_order_seq_cst);
   generation_.notify_all();
-  while (take_share(generation)) {
-  }
+  take_all(0, generation);
   for (uint32_t done; (done = done_.load(std::memory_order_acquire)) != items;) wait_while_equal(done_, done);
 }
 
-void ThreadPool::work() {
+void ThreadPool::work(size_t self) {
   uint32_t seen = 0;
   for (;;) {
     wait_while_equal(generation_, seen);
     seen = generation_.load(std::memory_order_acquire);
     if (stop_) return;
-    while (take_share(seen)) {
-    }
+    take_all(self, seen);
   }
 }
 
