@@ -4,6 +4,8 @@
     python -m bench.cpu_llamacpp --peer ~/.cache/ds4-peer
     python -m bench.cpu_llamacpp --peer ~/.cache/ds4-peer --types Q8_0 Q4_0 Q4_K_M Q6_K BF16
 
+A run of some `--only` or `--types` replaces just those in the file that `--save` names.
+
 `--types` measures files that llama.cpp's own quantiser makes of the model (kept in build/types), with the fallback
 types that it chooses for matrices whose rows are no multiple of a block.
 
@@ -14,6 +16,7 @@ neighbours, and the numbers are medians over the rounds. Decode feeds fixed toke
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import venv
@@ -125,6 +128,14 @@ def main() -> int:
             system = facts["system"].strip()
             print(f"{kind} {name}: {facts['version']}, {system}, {facts['rss_mib']:.0f} MiB resident".lstrip())
     if args.save:
+        known = report.RESULTS / f"{args.save}.json"
+        before = json.loads(known.read_text()) if (args.only or args.types) and known.exists() else {}
+        if args.types:
+            saved["types"] = {**before.get("types", {}), **results}
+        elif before:
+            rest = [line for line in before["rates"] if line["what"] not in {new["what"] for new in saved["rates"]}]
+            order = [label for label, _, _ in WORK]
+            saved["rates"] = sorted([*saved["rates"], *rest], key=lambda line: order.index(line["what"]))
         print(f"saved {report.save(args.save, saved)}")
     return 0
 

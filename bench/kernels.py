@@ -1,6 +1,7 @@
 """Speed of the CPU kernels on the shapes of SmolLM2-135M, op by op, against what this machine can do at most.
 
-    python bench/kernels.py [--threads 2] [--type Q4_1] [--isa auto] [--rows 1 16 512] [--depth 512 2048] [--json]
+    python -m bench.kernels [--threads 2] [--type Q4_1] [--isa auto] [--rows 1 16 512] [--depth 512 2048] [--json]
+    python -m bench.kernels --save kernels      # bench/results/kernels.md, with what holds the rest
 
 Peaks come from `bench/roofline.cpp`, built and run first (bandwidth of reads from huge pages; int8, bf16 and f32
 multiply-adds). Each operation is the best of many runs: on a shared machine only the undisturbed run says what the
@@ -10,8 +11,10 @@ kernel does. The last lines add up a whole step (30 layers and the head) and giv
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,7 +26,32 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import quantize
 
+from bench import report
 from ds4 import _cpu
+
+# What keeps a kernel from its floor: (operation, or "product" for all of them; one row, few rows, many rows) -> reason.
+REASONS = {
+    (
+        "product",
+        "one",
+    ): "reads of matrices of 0.2 to 1 MB, each begun anew by every thread; the head, one stream of 30 MB, "
+    "shows what long reads reach",
+    (
+        "product",
+        "few",
+    ): "between reading and computing: both floors are near, and one row of work hides little of either",
+    (
+        "product",
+        "many",
+    ): "block scales: per 32 columns and token {dots} dot products and {tail} multiplications share two "
+    "pipes, which bounds the kernel at {bound:.0%}; the rest is rounding and packing activations and storing results",
+    ("attention", "one"): "keys and values of a head lie in pages of 8 KiB, read in turn; merging of segments",
+    ("attention", "few"): "widening f16 shares the ports with the multiply-adds",
+    ("attention", "many"): "softmax (a tenth), widening of pages to f32 (4 %), keys computed beyond the diagonal",
+    ("rope", "any"): "scalar stores of transposed keys",
+}
+# Multiplications beside the dot products of 32 columns and one token: scale of the block, of the activation, minimum.
+TAIL = {"Q4_1": 3, "Q5_1": 3, "Q4_K": 3, "Q5_K": 3}
 
 LAYERS, WIDTH, HIDDEN, Q_HEADS, KV_HEADS, HEAD, VOCAB = 30, 576, 1536, 9, 3, 64, 49152
 PEAK_OF = {"BF16": "bf16", "F16": "f32", "F32": "f32"}
@@ -43,6 +71,18 @@ class Line:
     @property
     def of_peak(self) -> float:
         return self.floor_us / self.us
+
+    def reason(self, type_name: str) -> str:
+        kind = self.op.split(" ")[0].rstrip(",")
+        if kind == "rope":
+            return REASONS["rope", "any"]
+        width = "one" if self.rows == 1 else "few" if self.rows <= 32 else "many"
+        if kind == "attention":
+            return REASONS[kind, width]
+        if type_name in PEAK_OF:
+            return "" if width == "many" else REASONS["product", width]
+        tail = TAIL.get(type_name, 2)
+        return REASONS["product", width].format(dots=8, tail=tail, bound=8 / (8 + tail))
 
 
 def roofline(threads: int) -> dict[str, float]:
@@ -160,6 +200,46 @@ class Bench:
         return LAYERS * layer + self.product("head", 1 if prefill else rows, VOCAB, WIDTH, head_type)
 
 
+def page(bench: Bench, steps: dict[str, float], command: str) -> str:
+    """The table as Markdown: operations, bytes and peak of each kernel, the fraction reached, what holds the rest."""
+    rows = [
+        (
+            line.op,
+            line.rows,
+            line.us,
+            line.gops * line.us / 1e6,
+            line.gbytes * line.us / 1e3,
+            line.floor_us,
+            f"{line.of_peak:.0%}",
+            line.reason(bench.type),
+        )
+        for line in bench.lines
+    ]
+    head = ("operation", "rows", "us", "Gop", "MB read", "floor, us", "of floor", "what holds the rest")
+    facts = report.machine()
+    peaks = ", ".join(f"{name} {value:.0f}" for name, value in bench.peaks.items())
+    rates = list(steps.items())
+    return "\n".join(
+        [
+            f"# CPU kernels on the shapes of SmolLM2-135M, {bench.type} weights",
+            "",
+            f"`{command}`, {dt.date.today().isoformat()}, {facts['cores']}-core EPYC, Zen 4 ({facts['cpu']}), "
+            f"{bench.ops.name}.",
+            "",
+            f"Measured peaks (`bench/roofline.cpp`; GB/s and Gop/s): {peaks}. The floor of an operation is the larger",
+            "of its operations at the peak of its kind and its bytes at the peak of reading. Weights come from memory,",
+            "not from a cache, except with many rows. Best of many runs.",
+            "",
+            report.table(head, rows),
+            "",
+            "A whole step from these parts:",
+            "",
+            report.table(("step", "tokens/s"), rates),
+            "",
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--threads", type=int, default=0)
@@ -169,6 +249,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--seconds", type=float, default=0.3, help="per operation")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--save", metavar="NAME", help="write bench/results/NAME.md")
     args = parser.parse_args()
     bench = Bench(args.threads, args.isa, args.type, {}, args.seconds)
     threads = int(bench.ops.name.split(", ")[1].split()[0])
@@ -178,6 +259,10 @@ def main() -> None:
         for depth in args.depth:
             if depth >= rows or rows <= 32:
                 steps[f"{rows} rows, depth {depth}"] = rows / bench.step(rows, depth, prefill=rows > 32)
+    if args.save:
+        path = report.RESULTS / f"{args.save}.md"
+        path.write_text(page(bench, steps, " ".join(["python -m bench.kernels", *sys.argv[1:]])))
+        print(f"saved {path}")
     if args.json:
         print(json.dumps({"backend": bench.ops.name, "peaks": bench.peaks, "steps": steps,
                           "ops": [asdict(line) for line in bench.lines]}))  # fmt: skip

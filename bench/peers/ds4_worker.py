@@ -5,6 +5,7 @@ python -m bench.peers.ds4_worker MODEL.gguf THREADS [CONTEXT] [ISA]
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from pathlib import Path
@@ -80,10 +81,27 @@ def main() -> None:
             session.close()
         return {"seconds": seconds, "tokens": n * width}
 
+    def slots(width: int, n: int) -> dict[str, Any]:
+        """Resident memory with `width` sessions open, before their first token and with n tokens in each."""
+        sessions = [engine.new_session(n) for _ in range(width)]
+        empty = protocol.resident_mib()
+        fill(sessions[0], n)
+        saved = io.BytesIO()
+        sessions[0].save(saved)
+        for session in sessions[1:]:  # as many rows of their own, without as much arithmetic
+            saved.seek(0)
+            session.load(saved)
+        saved.close()
+        full = protocol.resident_mib()
+        for session in sessions:
+            session.close()
+        return {"empty_mib": empty, "full_mib": full}
+
     def facts() -> dict[str, Any]:
         return {"version": "ds4", "system": engine.backend_name, "rss_mib": protocol.resident_mib()}
 
-    protocol.serve({"prefill": prefill, "decode": decode, "batch": batched, "workload": workload, "facts": facts})
+    handlers = {"prefill": prefill, "decode": decode, "batch": batched, "workload": workload, "slots": slots}
+    protocol.serve({**handlers, "facts": facts})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from ds4 import _cpu
 from ds4.engine.demo import demo_model_path
 from ds4.engine.drafting import Decoder
 from ds4.engine.drafts import DraftFile, read_draft_file
+from ds4.engine.mapping import let_go
 from ds4.engine.memory import available_memory, check_plan
 from ds4.engine.model_file import HValue, ModelFile, open_model_file
 from ds4.engine.native import NativeModule, module_of, resolve
@@ -133,6 +134,7 @@ class Engine:
             tokenizer = building.result() if building is not None else None
         plan = dataclasses.replace(plan, weight_bytes=native.resident_bytes)
         handle = ModelHandle(native, file.family, fingerprint(file, config.kv_qat), config.prefill_chunk, module)
+        let_go(t.data for t in file.tensors.values())  # the backend holds the weights now
         return cls(config, file, backend, handle, tokenizer, plan)
 
     @property

@@ -5,9 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from ds4.errors import ModelFileError
+
+
+def let_go(views: Iterable[memoryview]) -> None:
+    """Takes mapped files of `views` out of this process's resident memory; what is read again is mapped again."""
+    for mapped in {id(v.obj): v.obj for v in views}.values():
+        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def map_file(path: Path) -> memoryview:

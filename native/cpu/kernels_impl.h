@@ -20,7 +20,13 @@ constexpr bool is_group16(TileKind k) {
   return k == TileKind::U8K16Zero || k == TileKind::U4K16Zero || k == TileKind::U4K16Min;
 }
 constexpr bool is_u8(TileKind k) {
-  return k == TileKind::U8F16Zero || k == TileKind::U8F16Min || k == TileKind::U8KMin || k == TileKind::U8K16Zero;
+  return k == TileKind::U8F16Zero || k == TileKind::U7F16Zero || k == TileKind::U8F16Min || k == TileKind::U8KMin ||
+         k == TileKind::U8K16Zero;
+}
+// Bits that a weight's value takes as a multiplier: 8 only where the zero point is 128.
+constexpr int value_bits(TileKind k) {
+  if (k == TileKind::U8F16Zero || is_table(k)) return 8;
+  return is_u8(k) ? 7 : 4;
 }
 
 inline float f32_at(const uint8_t* p) {
@@ -40,7 +46,9 @@ void tile_int8(const TileArgs& a) {
   constexpr bool kMin = is_min(K);
   constexpr int kParts = is_group16(K) ? 2 : 1;  // groups per block
   constexpr int kSteps = 8 / kParts;             // 4-column steps per group
-  constexpr int kBits = is_u8(K) ? 8 : is_table(K) ? 8 : 4;
+  constexpr int kBits = value_bits(K);
+  constexpr bool kSigned = kBits == 8 && kSignedBytes;  // then the zero point is gone
+  constexpr bool kNarrow = kBits == 4 && kNarrowSums;
   constexpr int kWave = N < 4 ? N : 4;  // tokens whose integer sums run side by side
   constexpr int64_t kRecord = N * (32 + 4 + 4 * kParts);
   Vf acc[N];
@@ -58,7 +66,10 @@ void tile_int8(const TileArgs& a) {
     Vb v[8];
     if constexpr (is_u8(K)) {
 #pragma GCC unroll 8
-      for (int g = 0; g < 8; ++g) v[g] = load_bytes(w + 64 * g);
+      for (int g = 0; g < 8; ++g) {
+        v[g] = load_bytes(w + 64 * g);
+        if constexpr (kSigned) v[g] = less_128<kBits>(v[g]);
+      }
       w += 512;
     } else {
 #pragma GCC unroll 4
@@ -69,6 +80,7 @@ void tile_int8(const TileArgs& a) {
         if constexpr (is_table(K)) {
           v[g] = lookup(v[g], a.table);
           v[g + 4] = lookup(v[g + 4], a.table);
+          if constexpr (kSigned) v[g] = less_128<kBits>(v[g]), v[g + 4] = less_128<kBits>(v[g + 4]);
         }
       }
       w += 256;
@@ -101,13 +113,17 @@ void tile_int8(const TileArgs& a) {
       for (int t0 = 0; t0 < N; t0 += kWave) {
         Vi dot[kWave];
 #pragma GCC unroll 4
-        for (int t = 0; t < kWave; ++t) dot[t] = kMin ? zero_i() : set1_i(i32_at(aux + 4 * (t0 + t)));
-#pragma GCC unroll 8
-        for (int g = 0; g < kSteps; ++g)
+        for (int t = 0; t < kWave; ++t) dot[t] = kMin || kSigned ? zero_i() : set1_i(i32_at(aux + 4 * (t0 + t)));
+        const auto* q = reinterpret_cast<const int8_t*>(x + t0 * 32 + 4 * part * kSteps);
+        if constexpr (kNarrow) {
 #pragma GCC unroll 4
-          for (int t = 0; t < kWave; ++t)
-            dot[t] = dot4<kBits>(dot[t], v[part * kSteps + g],
-                                 reinterpret_cast<const int8_t*>(x + (t0 + t) * 32 + 4 * (part * kSteps + g)));
+          for (int t = 0; t < kWave; ++t) dot[t] = dot_narrow<kSteps>(dot[t], v + part * kSteps, q + 32 * t);
+        } else {
+#pragma GCC unroll 8
+          for (int g = 0; g < kSteps; ++g)
+#pragma GCC unroll 4
+            for (int t = 0; t < kWave; ++t) dot[t] = dot4<kBits>(dot[t], v[part * kSteps + g], q + 32 * t + 4 * g);
+        }
 #pragma GCC unroll 4
         for (int t = 0; t < kWave; ++t) {
           const Vf f = mul(to_float(dot[t]), set1(f32_at(x + N * 32 + 4 * (t0 + t))));

@@ -287,7 +287,7 @@ Format format_of(DType type) {
     case DType::Q8_0:
       return {U8F16Zero, int8(32, 128), 8, 8 * 32};
     case DType::Q5_0:
-      return {U8F16Zero, int8(32, 16), 8, 8 * 32};
+      return {U7F16Zero, int8(32, 16), 8, 8 * 32};
     case DType::Q5_1:
       return {U8F16Min, int8(32, 0), 8, 8 * 64};
     case DType::Q4_K:

@@ -10,7 +10,8 @@
 //   tile = [quants of all k-blocks][scales of all k-blocks], both 64-byte aligned.
 //
 // Values are unsigned. What makes them signed is either a per-group minimum (w = d * u + m) or a zero point shared by
-// the whole format (w = d * (u - zero)), which the kernels subtract as an integer: zero * (sum of the activations).
+// the whole format (w = d * (u - zero)), which the kernels subtract as an integer: zero * (sum of the activations), or
+// from the weights themselves where the instructions take signed ones.
 // Nothing is rounded: scales keep the file's precision.
 #pragma once
 
@@ -38,6 +39,7 @@ enum class TileKind : uint8_t {
   T4F16Zero,
   T4F32Zero,
   U8F16Zero,
+  U7F16Zero,  // bytes under 128
   U8F16Min,
   U4KMin,
   U8KMin,

@@ -10,7 +10,7 @@ namespace ds4::cpu {
 
 namespace {
 
-constexpr size_t kSlabBytes = size_t{8} << 20;
+constexpr size_t kSlabBytes = size_t{16} << 20;
 // Rows of a page: of f16 Append buffers, which the attention kernels take by pages, and of all others, where small
 // pages keep short sessions small.
 constexpr int kAttentionShift = std::countr_zero(static_cast<uint64_t>(kPageRows));
@@ -18,6 +18,19 @@ constexpr int kSmallShift = 3;
 
 size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
+}
+
+// Pages per slab: the number that leaves the smallest share of a slab outside of whole huge pages.
+size_t best_pages(size_t page_bytes) {
+  constexpr size_t kHuge = size_t{2} << 20, kSmall = size_t{64} << 10;
+  const auto outside = [&](size_t n) {
+    return static_cast<double>(n * page_bytes % kHuge) / static_cast<double>(n * page_bytes);
+  };
+  size_t best = std::max<size_t>(1, kSlabBytes / 2 / page_bytes);
+  if (page_bytes < kSmall) return best;
+  for (size_t n = best + 1; n * page_bytes <= kSlabBytes; ++n)
+    if (outside(n) < outside(best)) best = n;
+  return best;
 }
 
 }  // namespace
@@ -29,8 +42,7 @@ size_t element_bytes(DType type) {
 
 // ---- pages
 
-PagePool::PagePool(size_t page_bytes)
-    : page_bytes_(page_bytes), pages_per_slab_(std::max<size_t>(1, kSlabBytes / page_bytes)) {}
+PagePool::PagePool(size_t page_bytes) : page_bytes_(page_bytes), pages_per_slab_(best_pages(page_bytes)) {}
 
 PagePool::Page* PagePool::take() {
   const std::lock_guard lock(mutex_);

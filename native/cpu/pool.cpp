@@ -39,12 +39,11 @@ void wait_while_equal(const std::atomic<T>& value, T old) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) {
-  const auto n = static_cast<size_t>(std::max(threads, 1));
-  tickets_ = std::make_unique<Ticket[]>(n);
-  workers_.reserve(n - 1);
+ThreadPool::ThreadPool(int threads)
+    : count_(static_cast<size_t>(std::max(threads, 1))), tickets_(std::make_unique<Ticket[]>(count_)) {
+  workers_.reserve(count_ - 1);
   try {
-    for (size_t i = 1; i < n; ++i) workers_.emplace_back([this, i] { work(i); });
+    for (size_t i = 1; i < count_; ++i) workers_.emplace_back([this, i] { work(i); });
   } catch (...) {
     stop_ = true;
     generation_.fetch_add(1);
@@ -84,9 +83,8 @@ bool ThreadPool::take_share(size_t self, size_t owner, uint32_t generation) {
 }
 
 void ThreadPool::take_all(size_t self, uint32_t generation) {
-  const size_t n = workers_.capacity() + 1;
-  for (size_t i = 0; i < n; ++i)
-    while (take_share(self, (self + i) % n, generation)) {
+  for (size_t i = 0; i < count_; ++i)
+    while (take_share(self, (self + i) % count_, generation)) {
     }
 }
 

@@ -3,10 +3,10 @@
 //   ticket of each thread (a 64-bit atomic)   | generation : 32 | first unit left : 16 | end : 16 |
 //
 // Every thread has a range of units of its own, so that what it reads is one stream, and claims them from the front;
-// with none left it takes from the back of the others'. A claim is one compare-and-swap on a ticket. It can only succeed
-// while its generation is the current one and units are left, that is, while the caller still waits: so a worker that
-// comes late (preempted, just unparked) can neither run an old job nor hold up a new one, and the caller waits for
-// nobody who has not claimed a share.
+// with none left it takes from the back of the others'. A claim is one compare-and-swap on a ticket. It can only
+// succeed while its generation is the current one and units are left, that is, while the caller still waits: so a
+// worker that comes late (preempted, just unparked) can neither run an old job nor hold up a new one, and the caller
+// waits for nobody who has not claimed a share.
 #pragma once
 
 #include <atomic>
@@ -24,7 +24,7 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int threads() const { return static_cast<int>(count_); }
 
   // Calls body(begin, end) for disjoint ranges that cover [0, items), on the caller and the workers; returns when all
   // are done. Shares shrink as items run out, so that one slow core does not hold the rest. `body` must not throw.
@@ -32,7 +32,7 @@ class ThreadPool {
   template <class Body>
   void run(int64_t items, int64_t least, Body&& body) {
     if (items <= 0) return;
-    if (workers_.empty() || items <= least) {
+    if (count_ == 1 || items <= least) {
       body(int64_t{0}, items);
       return;
     }
@@ -52,6 +52,7 @@ class ThreadPool {
   struct alignas(64) Ticket {
     std::atomic<uint64_t> value{0};
   };
+  const size_t count_;  // threads, the caller among them
   std::unique_ptr<Ticket[]> tickets_;
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<uint32_t> done_{0};

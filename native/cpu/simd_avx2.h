@@ -18,7 +18,9 @@ struct Vb {
   __m256i a, b;
 };
 
-constexpr int kMaxTokens = 4;  // sixteen registers: 4 tokens x 2 accumulators, weights, temporaries
+constexpr bool kSignedBytes = true;  // dot4<8> takes signed weights
+constexpr bool kNarrowSums = true;   // dot_narrow is there, for 4-bit weights
+constexpr int kMaxTokens = 4;        // sixteen registers: 4 tokens x 2 accumulators, weights, temporaries
 constexpr int kScoreVectors = 3;
 constexpr int kScoreTiles = 2;
 constexpr int kValueVectors = 3;
@@ -148,26 +150,41 @@ inline Vb lookup(Vb index, const uint8_t* table) {
   const __m256i t = _mm256_broadcastsi128_si256(load128(table));
   return {_mm256_shuffle_epi8(t, index.a), _mm256_shuffle_epi8(t, index.b)};
 }
-// vpmaddubsw saturates at 16 bits, which two products of 8-bit weights exceed: those are multiplied as even and odd
-// bytes in 16-bit lanes instead. Weights under 16 cannot saturate (2 * 15 * 127).
 template <int BITS>
-inline Vi dot4(Vi acc, Vb w, const int8_t* x) {
+inline Vb less_128(Vb v) {
+  const __m256i flip = _mm256_set1_epi8(-128);
+  return {_mm256_xor_si256(v.a, flip), _mm256_xor_si256(v.b, flip)};
+}
+inline __m256i broadcast4(const int8_t* x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);
-  const __m256i v = _mm256_set1_epi32(four);
-  if constexpr (BITS == 4) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, v), ones)),
-            _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, v), ones))};
-  } else {
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), odd = _mm256_srai_epi16(v, 8);
-    const __m256i mask = _mm256_set1_epi16(255);
-    const auto half = [&](__m256i sum, __m256i bytes) {
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(bytes, mask), even));
-      return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(bytes, 8), odd));
-    };
-    return {half(acc.a, w.a), half(acc.b, w.b)};
+  return _mm256_set1_epi32(four);
+}
+// vpmaddubsw adds two products in 16 bits and saturates. Weights under 128 cannot get there (2 * 127 * 127 < 2^15);
+// signed ones give their sign to the activation first (2 * 128 * 127 < 2^15).
+template <int BITS>
+inline Vi dot4(Vi acc, Vb w, const int8_t* x) {
+  const __m256i v = broadcast4(x), ones = _mm256_set1_epi16(1);
+  const auto half = [&](__m256i sum, __m256i bytes) {
+    const __m256i pairs = BITS == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), _mm256_sign_epi8(v, bytes))
+                                    : _mm256_maddubs_epi16(bytes, v);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+  };
+  return {half(acc.a, w.a), half(acc.b, w.b)};
+}
+// STEPS <= 8 of dot4 for weights under 16: the sums of pairs stay within 16 bits (16 * 15 * 127 < 2^15) and are widened
+// once.
+template <int STEPS>
+inline Vi dot_narrow(Vi acc, const Vb* w, const int8_t* x) {
+  __m256i a = _mm256_maddubs_epi16(w[0].a, broadcast4(x)), b = _mm256_maddubs_epi16(w[0].b, broadcast4(x));
+#pragma GCC unroll 8
+  for (int g = 1; g < STEPS; ++g) {
+    const __m256i v = broadcast4(x + 4 * g);
+    a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w[g].a, v));
+    b = _mm256_add_epi16(b, _mm256_maddubs_epi16(w[g].b, v));
   }
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(a, ones)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(b, ones))};
 }
 inline Vf dot2_bf16(Vf acc, const uint8_t* w, const uint8_t* x) {
   int32_t two;

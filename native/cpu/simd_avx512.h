@@ -12,6 +12,8 @@ using Vf = __m512;   // 16 x f32
 using Vi = __m512i;  // 16 x i32
 using Vb = __m512i;  // 16 rows x 4 bytes
 
+constexpr bool kSignedBytes = false;
+constexpr bool kNarrowSums = false;
 constexpr int kMaxTokens = 16;    // accumulators of one tile
 constexpr int kScoreVectors = 6;  // query vectors x kScoreTiles accumulators
 constexpr int kScoreTiles = 4;    // key tiles per pass: a whole page

@@ -19,6 +19,8 @@ struct Vb {
   uint8x16_t v[4];
 };
 
+constexpr bool kSignedBytes = true;  // dot4<8> takes signed weights
+constexpr bool kNarrowSums = false;
 constexpr int kMaxTokens = 4;
 constexpr int kScoreVectors = 3;
 constexpr int kScoreTiles = 1;
@@ -144,21 +146,17 @@ inline Vb lookup(Vb index, const uint8_t* table) {
   const uint8x16_t t = vld1q_u8(table);
   return each_b([&](int i) { return vqtbl1q_u8(t, index.v[i]); });
 }
-// The dot product is of signed bytes: larger weights are moved down by 128, and 128 * sum(x) is added back.
+template <int BITS>
+inline Vb less_128(Vb a) {
+  return each_b([&](int i) { return veorq_u8(a.v[i], vdupq_n_u8(128)); });
+}
+// The dot product is of signed bytes, which weights under 128 are too.
 template <int BITS>
 inline Vi dot4(Vi acc, Vb w, const int8_t* x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);
   const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
-  if constexpr (BITS == 4) {
-    return each_i([&](int i) { return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(w.v[i]), v); });
-  } else {
-    const int32x4_t half = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), v), back = vaddq_s32(half, half);
-    return each_i([&](int i) {
-      const int8x16_t moved = vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(128)));
-      return vdotq_s32(vaddq_s32(acc.v[i], back), moved, v);
-    });
-  }
+  return each_i([&](int i) { return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(w.v[i]), v); });
 }
 inline Vf dot2_bf16(Vf acc, const uint8_t* w, const uint8_t* x) {
   uint32_t two;

@@ -12,6 +12,8 @@ using Vf = float __attribute__((vector_size(64)));
 using Vi = int32_t __attribute__((vector_size(64)));
 using Vb = uint32_t __attribute__((vector_size(64)));  // lane r: the four bytes of row r, first in the low bits
 
+constexpr bool kSignedBytes = false;
+constexpr bool kNarrowSums = false;
 constexpr int kMaxTokens = 2;
 constexpr int kScoreVectors = 1;
 constexpr int kScoreTiles = 1;

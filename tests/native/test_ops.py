@@ -148,6 +148,26 @@ def test_linear_of_a_norm(ops: _cpu.Ops, rng: np.random.Generator, type_name: st
         assert rms < INT8_RMS and most < INT8_MAX
 
 
+@pytest.mark.parametrize("type_name", INT8)
+def test_largest_codes(ops: _cpu.Ops, rng: np.random.Generator, type_name: str) -> None:
+    """Weights at the ends of their codes against activations at the ends of theirs: no sum in between saturates."""
+    cols = 256
+    signs = np.array([[1.0], [-1.0]]) * np.stack([np.ones(cols), (-1.0) ** np.arange(cols)])[:, None]
+    x = signs.reshape(-1, cols).astype(np.float32)
+    for fill in (0x00, 0x7F, 0x80, 0xFF):
+        w = Matrix(rng, type_name, 16, cols)
+        bytes_ = w.part[0].reshape(-1, _cpu.row_bytes(Q[type_name], BLOCK[type_name]))
+        kept = [b for at in HALF_FIELDS[type_name] for b in (at, at + 1)] + [0] * (type_name == "MXFP4")
+        scales = bytes_[:, kept].copy()
+        bytes_[:] = fill
+        bytes_[:, kept] = scales
+        got, want = poisoned(len(x), 16), poisoned(len(x), 16)
+        for o, y in ((ops, got), (reference, want)):
+            o.linear(w.on(o), x, y)
+        # Alternating signs cancel exactly where all weights are equal: the error is measured by the largest result.
+        assert np.abs(got - want).max() <= CLOSE * max(1.0, float(np.abs(want).max()))
+
+
 @pytest.mark.parametrize("type_name", TYPES)
 def test_linear_add(ops: _cpu.Ops, rng: np.random.Generator, type_name: str) -> None:
     tokens, rows, cols = int(rng.integers(1, 40)), int(rng.integers(2, 70)), cols_for(rng, type_name)
@@ -550,6 +570,17 @@ def test_choice_of_backend() -> None:
         _cpu.cpu_ops(1, "sse9")
     assert _cpu.cpu_ops(3, "scalar").name.startswith("cpu (scalar, 3 threads")
     assert _cpu.cpu_ops(1, "auto").name.startswith(f"cpu ({ISAS[0]}")
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_more_rows_than_the_pool_counts(rng: np.random.Generator, threads: int) -> None:
+    """The pool counts 65,535 units; beyond that a unit is several rows."""
+    o = _cpu.cpu_ops(threads)
+    table = normal(rng, 50, 8)
+    ids = rng.integers(0, 50, 2 * 65535 + 77).astype(np.int32)
+    out = poisoned(len(ids), 8)
+    o.embed(o.load([(table.view(np.uint8).reshape(-1), int(Q.F32), 50, 8)], "embedding"), ids, out)
+    assert np.array_equal(out, table[ids])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
