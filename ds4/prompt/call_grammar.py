@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
 from ds4.engine.constraint import FORMATS, GrammarError, library_schema
 
 _LEAF_MEMBERS = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength"})
