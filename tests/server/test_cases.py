@@ -1,16 +1,21 @@
 """What users of such servers reported as broken: the cases of `tests/data/cases.jsonl` that are requests.
 
-Each case has a check of its own here, under its id; what is tested elsewhere is named in `ELSEWHERE`.
+Each case has a check of its own here, under its id.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import random
 import re
 import socket
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -19,19 +24,18 @@ import zstandard
 
 from ds4.engine.types import TokenLogprobs
 from ds4.errors import EngineError
+from ds4.server.http import Limits
+from ds4.server.kvpolicy import KvConfig
 from ds4.testing import Script, ScriptedEngine
+from tests.server.test_isolation import Client as Talker
+from tests.server.test_isolation import answer as oracle
 from tests.support.api import chunks, named_events, parse_events
+from tests.support.neighbours import neighbours, say
 from tests.support.renderers import server_for
 from tests.support.running_server import RunningServer, Serve
 
 LINES = (Path(__file__).parents[1] / "data" / "cases.jsonl").read_text().splitlines()
 CASES: dict[str, Any] = {case["id"]: case for case in map(json.loads, LINES) if case["kind"] in ("http", "http_raw")}
-
-ELSEWHERE = {
-    "HT-03": "test_http.py: deadlines of slow senders",
-    "BA-01": "test_scheduler.py: fairness is counted in steps",
-    "BA-03": "test_demo_model.py: texts of many clients equal those of one",
-}
 
 Case = dict[str, Any]
 Check = Callable[[Case, Serve], None]
@@ -47,10 +51,10 @@ def check(case_id: str) -> Callable[[Check], Check]:
 
 
 def test_every_case_is_checked() -> None:
-    assert set(CHECKS) | set(ELSEWHERE) == set(CASES)
+    assert set(CHECKS) == set(CASES)
 
 
-@pytest.mark.parametrize("case_id", sorted(set(CASES) - set(ELSEWHERE)))
+@pytest.mark.parametrize("case_id", sorted(CASES))
 def test_case(case_id: str, serve: Serve) -> None:
     CHECKS[case_id](CASES[case_id], serve)
 
@@ -380,6 +384,53 @@ def expect_100_continue(case: Case, serve: Serve) -> None:
     assert re.findall(rb"HTTP/1\.1 (\d+)", too_large) == [b"413"]
 
 
+@check("HT-03")
+def slow_senders(case: Case, serve: Serve) -> None:
+    """They never pause for long: the deadline for the whole head ends them, and touches no stream."""
+    assert Limits().head_timeout <= Limits().request_timeout <= 120
+    given = case["input"]["send"][0]
+    server = serve(say, slots=4, limits=Limits(head_timeout=0.3, read_timeout=60.0))
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    over = threading.Event()
+    senders = [socket.create_connection((server.app._http.host, server.app.port)) for _ in range(given["repeat"])]
+    ended: set[int] = set()
+
+    def dribble() -> None:
+        for sender in senders:
+            sender.sendall(given["text"].encode())
+            sender.setblocking(False)
+        while not over.is_set() and len(ended) < len(senders):
+            for index, sender in enumerate(senders):
+                if index in ended:
+                    continue
+                try:
+                    sender.send(b"a")
+                    answer = sender.recv(4096)
+                except BlockingIOError:
+                    continue
+                except ConnectionError:
+                    answer = b""
+                assert not answer or answer.startswith(b"HTTP/1.1 408 ")
+                ended.add(index)
+            over.wait(0.02)
+
+    thread = threading.Thread(target=dribble)
+    with neighbours(server):
+        thread.start()
+        while thread.is_alive():
+            assert server.http.get("/v1/models").status_code == 200
+    thread.join(60)
+    over.set()
+    assert len(ended) == len(senders)
+    for sender in senders:
+        sender.close()
+    deadline = time.monotonic() + 20
+    # The neighbours' connections and ours may stay open for a while.
+    while len(list(Path("/proc/self/fd").iterdir())) > files + 16:
+        assert time.monotonic() < deadline, "the server keeps sockets of ended connections"
+        time.sleep(0.01)
+
+
 @check("SE-02")
 def a_page_that_reaches_the_server_under_another_name(case: Case, serve: Serve) -> None:
     server = serve()
@@ -430,6 +481,52 @@ def api_keys(case: Case, serve: Serve) -> None:
 
 
 # ---- many at once -----------------------------------------------------------------------------------------------
+
+
+@check("BA-01")
+def a_long_prefill_beside_a_running_answer(case: Case, serve: Serve) -> None:
+    """Counted, not timed: no step of the prefill goes without a token of the stream, and each is a small portion."""
+    engine = ScriptedEngine(lambda prompt: Script.text("a " * 400 if "A" in prompt else "B").slow(0.002), ctx=16384)
+    server = serve(engine, slots=2, mixed_prefill_quantum=128)
+    stream = {"messages": [{"role": "user", "content": "A"}], "stream": True, "max_tokens": 400}
+    with server.http.stream("POST", "/v1/chat/completions", json=stream) as first:
+        lines = first.iter_lines()
+        for _ in range(20):
+            next(line for line in lines if '"content"' in line)
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            body = {"messages": [{"role": "user", "content": "b" * 6000}], "max_tokens": 4}
+            answer = http.post("/v1/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"] == "B"
+        assert any('"content"' in line for line in lines), "the stream was over before the prefill was"
+        for _ in lines:
+            pass
+    index_b = next(row[0] for step in engine.steps[5:] for row in step.rows if row[1] > 1)
+    portions = [step for step in engine.steps[5:] if any(row[0] == index_b and row[1] > 1 for row in step.rows)]
+    assert sum(n for step in portions for index, n, _ in step.rows if index == index_b) >= 5900
+    for step in portions:
+        (stream_row,) = (row for row in step.rows if row[0] != index_b)
+        assert stream_row[1] == 1 and stream_row[2] is not None, "the stream stood still"
+        assert step.n_tokens <= 1 + 128
+
+
+@check("BA-03")
+def answers_do_not_leak(case: Case, serve: Serve) -> None:
+    """Two sessions, eight conversations, evictions to a small disk cache: each answer is that of an idle server."""
+    rng = random.Random(3)
+    talkers = [Talker(seed) for seed in range(8)]
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        kv = KvConfig(Path(folder), budget_bytes=40_000, min_tokens=64, boundary_align=0, continued_interval=200)
+        server = serve(ScriptedEngine(oracle, ctx=32768), slots=2, kv=kv)
+        for _ in range(20):
+            with ThreadPoolExecutor(4) as pool:
+                # A turn raises when the answer is another than that of a model which saw this conversation alone.
+                list(pool.map(lambda talker: talker.turn(server.http), rng.sample(talkers, 4)))
+        used = set(
+            re.findall(r'^ds4_cache_lookups_total\{tier="([^"]+)"\}', server.http.get("/metrics").text, re.MULTILINE)
+        )
+        assert any(tier.startswith("disk") for tier in used), used
+        assert any(tier.startswith("memory") for tier in used), used
+        server.stop()
 
 
 @check("BA-02")

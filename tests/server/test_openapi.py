@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,15 @@ def test_refused_and_ignored_fields(serve: Serve, route: Route) -> None:
         elif field.use == "ignored":
             for value in (None, {"x": 1}, ["x"], "x", 7, True):
                 assert ask(server, route, field.name, value).status_code == 200, (field.name, value)
+
+
+def test_the_documentation_names_every_endpoint() -> None:
+    table = DOCS.read_text().partition("| method, path |")[2].partition("\n\n")[0]
+    named = set()
+    for line in table.splitlines()[2:]:
+        method, _, paths = line.split("|")[1].strip().partition(" ")
+        named |= {(method, path.replace("{id}", "")) for path in re.findall("`([^`]+)`", paths)}
+    assert named == {(route.method, route.full_path) for route in ROUTES}
 
 
 def test_the_documentation_has_the_tables() -> None:

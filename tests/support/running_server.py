@@ -13,26 +13,27 @@ import uvloop
 from ds4.engine.types import EngineLike
 from ds4.server.app import App
 from ds4.server.config import ServerConfig
+from ds4.server.http import Limits
 
 
 class RunningServer:
     """An `App` that serves until `stop`. `http` is a client with the server's address as its base."""
 
-    def __init__(self, engine: EngineLike, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineLike, config: ServerConfig, limits: Limits | None = None) -> None:
         self.engine = engine
         self._ready = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(engine, config), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engine, config, limits), daemon=True)
         self._thread.start()
         self._ready.wait(30)
         if self._error is not None:
             raise self._error
         self.http = httpx.Client(base_url=self.app.url, timeout=30)
 
-    def _run(self, engine: EngineLike, config: ServerConfig) -> None:
+    def _run(self, engine: EngineLike, config: ServerConfig, limits: Limits | None) -> None:
         async def serve() -> None:
             self.loop = asyncio.get_running_loop()
-            self.app = App(engine, config)
+            self.app = App(engine, config, limits=limits)
             try:
                 await self.app.start()
             except BaseException as error:
@@ -65,4 +66,4 @@ class RunningServer:
 
 
 Serve = Callable[..., RunningServer]
-"""Starts a server: scripts or a scripted engine, `slots`, and fields of `ServerConfig`."""
+"""Starts a server: scripts or a scripted engine, `slots`, `limits` of HTTP, and fields of `ServerConfig`."""
