@@ -127,6 +127,10 @@ class Model:
     def most_ahead(self) -> int:
         """Tokens that one step may evaluate beyond those that a session keeps."""
 
+    @property
+    def spare_bytes(self) -> int:
+        """What a session holds beside `state_bytes`, for tokens that it may not keep."""
+
     def draft(self, rows: Sequence[tuple[Session, int, int]]) -> list[list[int]]:
         """Rows (session, token, most): the drafter's guesses of what follows the token. Raises ValueError without a
         drafter, else as `step`."""

@@ -75,6 +75,7 @@ def inspect(model: ModelFile, ctx: int | None, slots: int) -> dict[str, Any]:
             {"name": t.name, "shape": list(t.shape), "type": t.dtype.name, "bytes": t.nbytes}
             for t in tensors[:_BIGGEST]
         ],
+        "drafts": _draft_facts(model),
         "tokenizer": _tokenizer_facts(model),
         "memory": None if problem else _memory_plan(model, ctx, slots),
         "problem": problem,
@@ -86,6 +87,18 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, list):
         return [_json_value(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _draft_facts(model: ModelFile) -> dict[str, Any] | None:
+    """The layers that draft, None where the file has none."""
+    try:
+        found = model.draft_layers()
+    except (ModelFileError, UnsupportedModelError) as e:
+        return {"problem": str(e)}
+    if found is None:
+        return None
+    tensors = found.tensors.values()
+    return {"kind": found.kind, "tensors": len(tensors), "bytes": sum(t.nbytes for t in tensors), **found.hparams}
 
 
 def _tokenizer_facts(model: ModelFile) -> dict[str, Any] | None:
@@ -154,6 +167,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONG_VALUE else text[: _LONG_VALUE - 1] + "\u2026"
 
 
+def _draft_rows(drafts: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if drafts is None:
+        return []
+    if "problem" in drafts:
+        return [("drafts", printable(drafts["problem"]))]
+    return [("drafts", f"{drafts['kind']}, {drafts['tensors']} tensors, {_size(drafts['bytes'])}")]
+
+
 def _render(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -183,6 +204,7 @@ def _render(facts: dict[str, Any]) -> None:
             ("prompt syntax", facts["syntax"]),
             ("parameters", f"{_count(facts['n_params'])} at {facts['bits_per_weight']:.2f} bits"),
             ("rotary pairs", facts["rope_kind"]),
+            *_draft_rows(facts["drafts"]),
         ],
     )
     table("Hyper-parameters", "", "", rows=sorted(facts["hparams"].items()))

@@ -47,7 +47,7 @@ from ds4.engine.types import (
 from ds4.errors import ConfigError, EngineError, ModelFileError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -124,8 +124,9 @@ class Engine:
         plan = plan_memory(file, native, config, backend.free_device_memory, drafts)
         if config.check_memory:
             check_plan(plan, config.ctx, native.state_bytes(0))
+        tensors = [*file.tensors.values(), *(drafts.tensors.values() if drafts else ())]
         if config.warm_weights:
-            _warm(file)
+            _warm(tensors)
         # The weights leave the interpreter free, and the tokenizer takes about as long as those of a small model.
         with ThreadPoolExecutor(1) as pool:
             building = pool.submit(file.tokenizer) if file.tokenizer_spec is not None else None
@@ -134,7 +135,7 @@ class Engine:
             tokenizer = building.result() if building is not None else None
         plan = dataclasses.replace(plan, weight_bytes=native.resident_bytes)
         handle = ModelHandle(native, file.family, fingerprint(file, config.kv_qat), config.prefill_chunk, module)
-        let_go(t.data for t in file.tensors.values())  # the backend holds the weights now
+        let_go(t.data for t in tensors)  # the backend holds the weights now
         return cls(config, file, backend, handle, tokenizer, plan)
 
     @property
@@ -448,16 +449,16 @@ def plan_memory(
     elif free_device_memory is None:
         weights *= _REPACKED
     ahead = model.most_ahead if drafts else 0
-    per_session = model.state_bytes(config.ctx) + 4 * config.ctx + 4 * model.vocab * (1 + ahead)
+    per_session = model.state_bytes(config.ctx) + model.spare_bytes + 4 * config.ctx + 4 * model.vocab * (1 + ahead)
     wanted = config.slots + 1 + ahead
     workspace = model.workspace_bytes(config.prefill_chunk + config.slots, wanted) * _WORKSPACE
     room = available_memory() if free_device_memory is None else free_device_memory
     return MemoryPlan(int(weights), per_session, config.slots, int(workspace), room, free_device_memory is not None)
 
 
-def _warm(file: ModelFile) -> None:
+def _warm(tensors: Iterable[Tensor]) -> None:
     """Reads every page of the mapped weights once, so that no step waits for the disk."""
-    for tensor in file.tensors.values():
+    for tensor in tensors:
         for part in (tensor.data,) if tensor.scales is None else (tensor.data, tensor.scales):
             np.frombuffer(part, np.uint8)[::4096].max(initial=0)
 

@@ -458,6 +458,13 @@ void bind_engine(py::module_& m) {
                                return d ? std::optional(d->name()) : std::nullopt;
                              })
       .def_property_readonly("most_ahead", [](const LoadedModel& l) { return most_ahead(l.model->state_specs()); })
+      .def_property_readonly("spare_bytes",
+                             [](const LoadedModel& l) {
+                               size_t bytes = 0;
+                               for (const StateSpec& s : l.model->state_specs())
+                                 bytes += static_cast<size_t>(s.spare) * row_bytes(s.type, s.row_elements());
+                               return bytes;
+                             })
       .def("draft", &draft_tokens, py::arg("rows"))
       .def("draft_logits", &draft_logits, py::arg("session"), py::arg("token"), py::arg("most"))
       .def("all_logits", &all_logits, py::arg("session"), py::arg("tokens"));

@@ -426,7 +426,10 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
 }
 
 std::vector<std::vector<int32_t>> draft(LoadedModel& loaded, std::span<const DraftRequest> rows) {
-  const std::scoped_lock lock(loaded.backend->busy);
+  Backend& backend = *loaded.backend;
+  backend.steps_waiting.fetch_add(1, std::memory_order_relaxed);
+  const std::scoped_lock lock(backend.busy);
+  backend.steps_waiting.fetch_sub(1, std::memory_order_relaxed);
   if (!loaded.loaded) throw Invalid("the model's weights are not loaded");
   Drafter* drafter = loaded.model->drafter();
   if (!drafter) throw Invalid("the model has no layers that draft");

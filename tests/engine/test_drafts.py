@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,51 @@ def test_any_drafts_leave_plain_decode(engines: Engines, variant: str, kind: str
     print("accepted", taken)
     assert taken == expected
     assert saved(b) == saved(a)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_long_histories_of_guesses(engines: Engines) -> None:
+    """Many random histories: prompts, depths, drafters, samplings, cuts and stored sessions between guesses."""
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    rng, steps, taken = random.Random(seed), 0, [0] * 6
+    for history in range(150):
+        engine = engines.open(rng.choice(VARIANTS), "cpu", rng.choice(["mtp", "dspark"]))
+        prompt = prompt_of(engine, rng.randint(2, 270))
+        token = prompt.pop()
+        params = replace(SAMPLING[rng.choice(list(SAMPLING))], seed=rng.randrange(1 << 31))
+        a, b = engine.new_session(), engine.new_session()
+        a.sync(prompt)
+        b.sync(prompt)
+        for _ in range(rng.randint(1, 3)):
+            count = rng.randint(1, 14)
+            plain = Plain(engine, a, engine.new_sampler(params), token, count)
+            drafts: list[Sequence[int] | int] = []
+            done = 0
+            while done < count:
+                tried = guessed(rng, plain.tokens[done : done + rng.randint(0, 5)], 320)
+                right = next((i for i, t in enumerate(tried) if t != plain.tokens[done + i]), len(tried))
+                drafts.append(tried if rng.random() < 0.9 else rng.randint(1, 5))
+                done += 1 + (min(right, count - done - 1) if isinstance(drafts[-1], list) else 0)
+            found = speculate(engine, b, engine.new_sampler(params), token, plain, [*drafts, *[0] * count])
+            steps += len(found)
+            for k in found:
+                taken[k] += 1
+            token = plain.tokens[-1]
+            if rng.random() < 0.4:
+                cut = rng.randint(max(1, a.n_tokens - 100), a.n_tokens)
+                assert a.can_rewind(cut) is b.can_rewind(cut)
+                if a.can_rewind(cut):
+                    a.rewind(cut)
+                    b.rewind(cut)
+            if rng.random() < 0.3:
+                file = io.BytesIO(saved(b))
+                b = engine.new_session()
+                b.load(file)
+            assert saved(a) == saved(b), history
+    print("steps", steps, "accepted 0 to 5 guesses:", taken)
+    assert all(taken)
 
 
 def test_every_number_of_accepted_drafts_occurs(engines: Engines) -> None:

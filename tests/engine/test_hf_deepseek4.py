@@ -27,7 +27,7 @@ Weights = dict[str, Any]
 PROMPT = [5, 17, 300, 5, 9, 2, 77, 121, 200, 6]
 
 # Matrices that published checkpoints store as 8-bit codes; all other matrices are BF16.
-FP8 = re.compile(r".*(attn\.w(q_a|q_b|kv|o_a|o_b)|indexer\.wq_b|shared_experts\.w[123])\.weight")
+FP8 = re.compile(r".*(attn\.w(q_a|q_b|kv|o_a|o_b)|indexer\.wq_b|shared_experts\.w[123]|mtp\.0\.[eh]_proj)\.weight")
 FP4 = re.compile(r".*experts\.\d+\.w[123]\.weight")
 BF16 = re.compile(r".*(norm|embed|head|wgate|wkv|weights_proj|gate)\.weight|(norm|embed|head)\.weight")
 
@@ -173,14 +173,14 @@ def test_half_types(tmp_path: Path, convert: Callable[[Any], Any]) -> None:
 # ---- codes with scales
 
 
-def published(seed: int) -> tuple[Weights, Weights, Weights]:
+def published(seed: int, weights: Weights | None = None) -> tuple[Weights, Weights, Weights]:
     """Random weights as DeepSeek stores them, their values in F32, and in BF16 with FP4 experts' values as F32."""
     print("seed", seed)
     rng = np.random.default_rng(seed)
     codes: Weights = {}
     values: Weights = {}
     halves: Weights = {}
-    for name, w in tiny("flash").weights.items():
+    for name, w in (tiny("flash").weights if weights is None else weights).items():
         rows, cols = w.shape if w.ndim == 2 else (1, 1)
         if FP8.fullmatch(name):
             c = rng.integers(0, 256, w.shape, dtype=np.uint8)
@@ -202,7 +202,9 @@ def published(seed: int) -> tuple[Weights, Weights, Weights]:
             halves[name] = values[name]
         else:
             codes[name] = values[name] = halves[name] = w
-    assert sum(v.code == "F8_E4M3" for v in codes.values() if isinstance(v, Stored)) == 5 * 8 + 2
+    assert sum(v.code == "F8_E4M3" for v in codes.values() if isinstance(v, Stored)) == (
+        5 * 8 + 2 if not weights else 10
+    )
     return codes, values, halves
 
 
@@ -238,6 +240,26 @@ def test_codes_with_scales_are_exact(tmp_path: Path) -> None:
     worst = np.abs(last_logits(path) - want).max()
     print("cpu against exact:", worst, "of", np.abs(want).max())
     assert worst < 0.05 * np.abs(want).max()
+
+
+def test_a_head_of_codes_is_exact(tmp_path: Path) -> None:
+    """The prediction head as published, FP8 projections and FP4 experts, guesses as its values do."""
+    model = tiny("flash")
+    codes, values, _ = published(7, model.head)
+    guesses = []
+    for name, head in (("codes", codes), ("values", values)):
+        path = model.write_hf(tmp_path / name, {**model.weights, **head}, **CONFIG_FP8)
+        engine = Engine.open(EngineConfig(model=path, backend="reference", ctx=32, mtp=True, mtp_draft=2, mtp_margin=0))
+        session = engine.new_session()
+        session.sync([5, 6, 7, 8])
+        guesses.append(engine._model.native.draft_logits(session.native, 9, 2))
+    assert guesses[0][0] == guesses[1][0] and np.array_equal(guesses[0][1], guesses[1][1])
+    found = open_model_file(tmp_path / "codes").draft_layers()
+    assert found is not None and found.tensors["mtp.0.e_proj.weight"].dtype is DType.F8_E4M3
+    assert found.tensors["mtp.0.ffn_up_exps.3.weight"].dtype is DType.F4
+    model.write_hf(tmp_path / "cut", {n: w for n, w in {**model.weights, **codes}.items() if n != "mtp.0.h_proj.scale"})
+    with pytest.raises(ModelFileError, match=r"mtp\.0\.h_proj\.scale: the tensor is missing"):
+        Engine.open(EngineConfig(model=tmp_path / "cut", ctx=32, mtp=True))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -277,6 +278,16 @@ def test_startup_lines(serve: Serve) -> None:
     assert "listening on http://127.0.0.1:" in text
     assert "Authorization: Bearer YOUR_KEY" in lines[-1]
     assert "warning" not in text
+
+
+def test_startup_lines_of_a_drafter(serve: Serve) -> None:
+    running = serve(ScriptedEngine("x", guess=lambda tokens: [1]))
+    config = running.app.config
+    running.app.config = replace(config, engine=replace(config.engine, mtp=True))
+    assert "drafts: mtp, at most 16 tokens a step, while one request decodes" in running.app.startup_lines()
+    running = serve(ScriptedEngine("x"))
+    running.app.config = replace(config, engine=replace(config.engine, dspark=True, speculate=False))
+    assert "drafts: loaded, speculative decoding is off" in running.app.startup_lines()
 
 
 def test_the_curl_line_works(serve: Serve) -> None:
