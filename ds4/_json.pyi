@@ -155,18 +155,27 @@ class Fields:
     def read_all(self, array: Node) -> list[tuple[Any, ...]]:
         """The values of every element of an array of objects."""
 
-@final
-class Texts:
-    """Decodes strings; long ones that it has seen before, in whatever body, are the same object again.
+class Spans:
+    """What was made of values in former bodies, found by their spelling, compared in full.
 
-    So their hashes are known and comparing them costs nothing, by which other caches find what they made of them. A
-    text is known by its spelling in the body, compared in full. Holds at most `max_bytes`; what was not used for long
-    goes first. Safe in threads.
+    Holds at most `max_bytes`; what was not used for long goes first. Safe in threads.
     """
 
     def __init__(self, max_bytes: int, shortest: int = 256) -> None:
-        """Strings of fewer than `shortest` bytes with their quotes are not kept: looking them up costs more."""
+        """Values of fewer than `shortest` bytes are not kept: looking them up costs more than reading them."""
     def __len__(self) -> int: ...
+    def get(self, node: Node) -> Any:
+        """What `put` was given for a value of the same bytes; None if it is not known."""
+    def put(self, node: Node, value: object, cost: int) -> None:
+        """`cost` are the bytes that the value keeps alive beside the spelling."""
+
+@final
+class Texts(Spans):
+    """Decodes strings; long ones that it has seen before, in whatever body, are the same object again.
+
+    So their hashes are known and comparing them costs nothing, by which other caches find what they made of them.
+    """
+
     def read(self, node: Node) -> str:
         """As `node.as_str()`. Raises JSONError if it is no string."""
 

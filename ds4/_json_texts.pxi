@@ -1,5 +1,5 @@
-# Long strings of former bodies by their own bytes: a client sends its whole history again with every turn. A text that
-# is known costs one reading of its bytes for the key and one for the comparison that makes sure.
+# What was made of parts of former bodies, by their own bytes: a client sends its whole history again with every turn. A
+# part that is known costs one reading of its bytes for the key and one for the comparison that makes sure.
 
 cdef inline uint64_t fingerprint(const uint8_t* p, int64_t n) noexcept nogil:
     """A key for a table whose entries are compared in full: fast, and nothing else."""
@@ -30,10 +30,9 @@ cdef inline uint64_t fingerprint(const uint8_t* p, int64_t n) noexcept nogil:
     return a ^ (a >> 32)
 
 
-@cython.final
-cdef class Texts:
+cdef class Spans:
     # Two generations: what is used moves into the young one; when that is half of all, it becomes the old one and the
-    # old one is forgotten.
+    # old one is forgotten. An entry is (bytes of the value, what was made of it, cost).
     cdef dict young
     cdef dict old
     cdef int64_t half
@@ -50,15 +49,21 @@ cdef class Texts:
     def __len__(self):
         return len(self.young.keys() | self.old.keys())
 
-    def read(self, Node node not None):
+    def get(self, Node node not None):
         cdef Tape tape = node.tape
-        cdef const uint64_t* w = tape.t.words + node.at
-        cdef const uint8_t* p = tape.t.body + ds4_tape_start(w)
-        if p[0] != c'"':
-            raise node.mismatch("str")
-        cdef int64_t size = ds4_tape_second(w)
-        if size < self.shortest:
-            return string_at(tape, node.at)
+        cdef int64_t start = ds4_tape_start(tape.t.words + node.at)
+        cdef int64_t size = ds4_tape_end(tape.t.body, tape.t.words, node.at) - start
+        return self.known(tape.t.body + start, size) if size >= self.shortest else None
+
+    def put(self, Node node not None, value not None, int64_t cost):
+        cdef Tape tape = node.tape
+        cdef int64_t start = ds4_tape_start(tape.t.words + node.at)
+        cdef int64_t size = ds4_tape_end(tape.t.body, tape.t.words, node.at) - start
+        if size >= self.shortest:
+            self.keep(tape.t.body + start, size, value, cost)
+
+    cdef object known(self, const uint8_t* p, int64_t size):
+        """What was made of these bytes, None: nothing that is still there."""
         cdef object key = fingerprint(p, size)
         cdef object entry
         with cython.critical_section(self):
@@ -66,24 +71,26 @@ cdef class Texts:
             if entry is None:
                 entry = self.old.get(key)
                 if entry is not None:
-                    self.put(key, entry)
-        if entry is not None:
-            raw = (<tuple>entry)[0]
-            if PyBytes_GET_SIZE(raw) == size and memcmp(PyBytes_AS_STRING(raw), p, size) == 0:
-                return (<tuple>entry)[1]
-        text = string_at(tape, node.at)
-        entry = (PyBytes_FromStringAndSize(<const char*>p, size), text)
-        with cython.critical_section(self):
-            self.put(key, entry)
-        return text
+                    self.add(key, <tuple>entry)
+        if entry is None:
+            return None
+        raw = (<tuple>entry)[0]
+        if PyBytes_GET_SIZE(raw) != size or memcmp(PyBytes_AS_STRING(raw), p, size) != 0:
+            return None
+        return (<tuple>entry)[1]
 
-    cdef object put(self, object key, object entry):
-        cdef int64_t cost = cost_of(entry)
+    cdef object keep(self, const uint8_t* p, int64_t size, object value, int64_t cost):
+        cdef tuple entry = (PyBytes_FromStringAndSize(<const char*>p, size), value, size + cost + ENTRY_COST)
+        with cython.critical_section(self):
+            self.add(fingerprint(p, size), entry)
+
+    cdef object add(self, object key, tuple entry):
+        cdef int64_t cost = entry[2]
         if cost > self.half:
             return
         before = self.young.get(key)
         if before is not None:
-            self.held -= cost_of(before)
+            self.held -= <int64_t>(<tuple>before)[2]
         self.held += cost
         if self.held > self.half:
             self.young.pop(key, None)
@@ -93,8 +100,23 @@ cdef class Texts:
         self.young[key] = entry
 
 
-cdef int64_t cost_of(object entry):
-    """Bytes of the spelling and of the text, with what the objects around them take."""
-    return 200 + PyBytes_GET_SIZE((<tuple>entry)[0]) + PyUnicode_GET_LENGTH((<tuple>entry)[1]) * PyUnicode_KIND(
-        (<tuple>entry)[1]
-    )
+cdef enum:
+    ENTRY_COST = 200    # of the objects around the bytes
+
+
+@cython.final
+cdef class Texts(Spans):
+    def read(self, Node node not None):
+        cdef Tape tape = node.tape
+        cdef const uint64_t* w = tape.t.words + node.at
+        cdef const uint8_t* p = tape.t.body + ds4_tape_start(w)
+        if p[0] != c'"':
+            raise node.mismatch("str")
+        cdef int64_t size = ds4_tape_second(w)
+        if size < self.shortest:
+            return string_at(tape, node.at)
+        text = self.known(p, size)
+        if text is None:
+            text = string_at(tape, node.at)
+            self.keep(p, size, text, PyUnicode_GET_LENGTH(text) * PyUnicode_KIND(text))
+        return text

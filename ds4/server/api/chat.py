@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ds4._json import Node, dumps
+from ds4._json import Node, Spans, dumps
 from ds4.engine.types import SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message, Role, ToolCall
@@ -143,7 +143,7 @@ def read_conversation(body: Node, preparer: Preparer) -> tuple[Conversation, lis
     if not nodes:
         raise messages_node.error("Expected at least one message, got an empty array")
     unused: list[str] = []
-    messages = tuple(_message(node) for node in nodes)
+    messages = tuple([_known_message(node) for node in nodes])
     tools = function_tools(body, unused)
     conversation = Conversation(
         messages,
@@ -177,6 +177,18 @@ def _check_modalities(body: Node) -> None:
 
 
 # ---- messages ---------------------------------------------------------------------------------------------------
+
+
+_messages = Spans(128 << 20)
+
+
+def _known_message(node: Node) -> Message:
+    """A message of the history is read once."""
+    message: Message | None = _messages.get(node)
+    if message is None:
+        message = _message(node)
+        _messages.put(node, message, 4 * (node.end - node.start))
+    return message
 
 
 def _message(node: Node) -> Message:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ds4._json import Node, parse
+from ds4._json import Node, Spans, parse
 from ds4.bounded import remembered
 from ds4.engine.constraint import Compiler, Constraint, Grammar, GrammarError, keyword_path
 from ds4.errors import RequestError
@@ -71,7 +71,7 @@ def read_structure(body: Node, format_node: Node | None, conversation: Conversat
     """
     tools = conversation.tools
     grammar, param = (None, "") if format_node is None else read_format(format_node)
-    structure = Structure(grammar, param, choice, tuple(_declared(body, tools)))
+    structure = Structure(grammar, param, choice, _declared(body, tools))
     if not structure.constrains:
         return structure
     if choice.mode == "required" and not tools:
@@ -145,17 +145,31 @@ def read_tool_choice(body: Node) -> ToolChoice:
     )
 
 
-def _declared(body: Node, tools: Sequence[Tool]) -> Iterable[Declared]:
+_declared_before = Spans(16 << 20)
+
+
+def _declared(body: Node, tools: tuple[Tool, ...]) -> tuple[Declared, ...]:
+    array = body.get_array("tools")
+    known: tuple[tuple[Tool, ...], tuple[Declared, ...]] | None = None
+    if array is not None and tools:
+        known = _declared_before.get(array)
+    if known is not None and known[0] == tools:
+        return known[1]
     places = {}
-    for node in body.get_array("tools") or ():
+    for node in array or ():
         if node.kind == "object":
             declaration = node.get_object("function") or node
             name = declaration.get("name")
             if name is not None and name.kind == "str":
                 member = SCHEMA if "parameters" not in declaration and SCHEMA in declaration else "parameters"
                 places[name.as_str()] = f"{declaration.path.removeprefix('$.')}.{member}"
-    for tool in tools:
-        yield Declared(_function(tool.name, tool.schema), places.get(tool.name, f"tools.{tool.name[:64]}.parameters"))
+    declared = tuple(
+        Declared(_function(tool.name, tool.schema), places.get(tool.name, f"tools.{tool.name[:64]}.parameters"))
+        for tool in tools
+    )
+    if array is not None and tools:
+        _declared_before.put(array, (tools, declared), sum(8 * len(tool.schema) for tool in tools))
+    return declared
 
 
 @remembered(16 << 20, lambda name, declared: 8 * len(declared))

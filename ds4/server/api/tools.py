@@ -6,9 +6,9 @@ in whatever dialect: a model was trained on `{"name", "description", "parameters
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-from ds4._json import Node, dumps
+from ds4._json import Node, Spans, dumps
 from ds4.prompt.types import Tool
 from ds4.server.api.common import required
 
@@ -27,13 +27,35 @@ _HOSTED = frozenset(
 """Tool types that the vendor's own server runs; nobody can execute them here, so the model is not offered them."""
 
 
+_known_functions, _known_anthropic = Spans(16 << 20), Spans(16 << 20)
+
+
 def function_tools(body: Node, unused: list[str]) -> tuple[Tool, ...]:
     """Chat's `tools`: `{"type": "function", "function": {...}}`, or the function's members at the top level.
 
     Hosted tools are left out and named in `unused`. Raises JSONError with the path of what is wrong.
     """
+    return _remembered(_known_functions, _function_tools, body.get_array("tools"), unused)
+
+
+def _remembered(
+    known: Spans, read: Callable[[Node, list[str]], tuple[Tool, ...]], node: Node | None, unused: list[str]
+) -> tuple[Tool, ...]:
+    """What `read` makes of an array of tools, once for all requests that bring the same."""
+    if node is None:
+        return ()
+    found: tuple[tuple[Tool, ...], list[str]] | None = known.get(node)
+    if found is None:
+        left_out: list[str] = []
+        found = read(node, left_out), left_out
+        known.put(node, found, sum(2 * len(tool.schema) for tool in found[0]))
+    unused += found[1]
+    return found[0]
+
+
+def _function_tools(array: Node, unused: list[str]) -> tuple[Tool, ...]:
     tools: list[Tool] = []
-    for item in body.get_array("tools") or ():
+    for item in array:
         kind = item.get_str("type", "function")
         function = item.get_object("function")
         if function is None and kind in _HOSTED:
@@ -55,8 +77,12 @@ _MARKS = ("cache_control", "defer_loading", "eager_input_streaming", "type")
 
 def anthropic_tools(body: Node, unused: list[str]) -> tuple[Tool, ...]:
     """Messages' `tools`: `{"name", "description", "input_schema"}`. Tools without a schema are the vendor's own."""
+    return _remembered(_known_anthropic, _anthropic_tools, body.get_array("tools"), unused)
+
+
+def _anthropic_tools(array: Node, unused: list[str]) -> tuple[Tool, ...]:
     tools: list[Tool] = []
-    for item in body.get_array("tools") or ():
+    for item in array:
         kind = item.get_str("type", "custom")
         if kind != "custom" and SCHEMA not in item:
             unused.append(f"tools.{kind}")
