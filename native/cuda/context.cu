@@ -75,11 +75,12 @@ std::vector<DeviceRow> Context::device_list(std::span<const RowRef> rows) const 
 }
 
 Activations Context::quantized(Tensor x, const float* gain, float eps) {
-  const int64_t blocks = x.dim / 32;
-  auto* q = workspace.get<int8_t>(Workspace::Quants, std::max<int64_t>(1, x.n * x.dim));
-  auto* scale = workspace.get<ActScale>(Workspace::Scales, std::max<int64_t>(1, x.n * blocks));
-  quantize(device, x, gain, eps, q, scale);
-  return {q, scale, blocks};
+  const int64_t blocks = (x.dim / 32 + kTileBlocks - 1) / kTileBlocks * kTileBlocks, n = (x.n + 7) / 8 * 8 * blocks;
+  const Activations a{workspace.get<int8_t>(Workspace::Quants, std::max<int64_t>(1, n * 32)),
+                      workspace.get<float>(Workspace::Scales, std::max<int64_t>(1, n)),
+                      workspace.get<float2>(Workspace::Sums, std::max<int64_t>(1, n)), blocks};
+  quantize(device, x, gain, eps, a);
+  return a;
 }
 
 Tensor Context::floats(Tensor x, const float* gain, float eps) {
@@ -121,7 +122,7 @@ void Context::linear(const CudaWeight& w, Tensor x, const float* gain, float eps
     if (s.stride)
       linear_floats(device, s, f.data, f.stride, args);
     else
-      linear_blocks(device, s.type, s.planes, q, args);
+      linear_blocks(device, s, q, args);
   }
 }
 

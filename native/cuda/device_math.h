@@ -89,6 +89,31 @@ __device__ __forceinline__ float swiglu_clamped(float g, float u, float limit) {
   return swiglu(fminf(g, limit), fminf(fmaxf(u, -limit), limit));
 }
 
+// Rounds a block of 32 values to int8, four in each of eight neighbouring lanes; `part` counts these. Writes codes,
+// scale and the scaled sums of the halves at row `place` of Activations (linear.h).
+__device__ __forceinline__ void store_codes(const float (&v)[4], int part, int64_t place, int8_t* q, float* d,
+                                            float2* sums) {
+  const unsigned group = 0xFFu << (threadIdx.x % 32 / 8 * 8);
+  float largest = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
+#pragma unroll
+  for (int m = 4; m > 0; m /= 2) largest = fmaxf(largest, __shfl_xor_sync(group, largest, m));
+  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
+  int c[4], sum = 0;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) sum += c[k] = __float2int_rn(v[k] * inverse);
+  reinterpret_cast<char4*>(q + place * 32)[part] =
+      make_char4(static_cast<signed char>(c[0]), static_cast<signed char>(c[1]), static_cast<signed char>(c[2]),
+                 static_cast<signed char>(c[3]));
+  // The first four lanes of a group hold columns 0..15, the others 16..31.
+  sum += __shfl_xor_sync(group, sum, 1);
+  sum += __shfl_xor_sync(group, sum, 2);
+  const int other = __shfl_xor_sync(group, sum, 4);
+  if (part == 0) {
+    d[place] = scale;
+    sums[place] = make_float2(scale * static_cast<float>(sum), scale * static_cast<float>(other));
+  }
+}
+
 // Element i of an array of F32, F16 or BF16.
 __device__ __forceinline__ float load_element(const void* p, int64_t i, int32_t type) {
   if (type == static_cast<int32_t>(DType::F32)) return static_cast<const float*>(p)[i];

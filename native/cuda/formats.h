@@ -1,17 +1,26 @@
-// Block formats in device memory. A row's blocks of 32 columns are split into planes, so that every load is aligned
-// and the loads of neighbouring lanes touch:
+// Block formats in device memory, laid out for the matrix units (mma.m16n8k32 on signed bytes).
 //
-//   q  quants       kQ bytes a block      s  scales of a block                kS bytes a block
-//   h  high bits    kH bytes a block      d  scales of a superblock of 256    kD bytes a superblock
+// A matrix is cut into tiles of 16 rows x 128 columns (four blocks of 32). Rows and columns are padded with zeros to
+// whole tiles; experts and groups of rows are slabs, each padded on its own. Lane 4g + t of a warp holds, of rows g and
+// g + 8, the columns 8t .. 8t + 7 of every block: a strip is what it holds of one row of a tile.
 //
-// each plane [rows][blocks of a row]. Nothing is rounded: scales keep the file's precision. A block decodes to 32
-// signed bytes and   w = d0 * (q - kZero) + m0   for its first 16 columns, d1 and m1 for the others (kHalves), or one
-// pair for all.
+//   q  quants       kQ words a strip     [tile][load][lane][16 bytes]
+//   h  high bits    kH words a strip     [tile][lane][2 rows]
+//   s  scales       kS bytes a row       [tile][g][2 rows], one after the other for the tile's four blocks
+//   d  scales of a superblock of 256 columns, kD bytes a row    [two tiles][g][2 rows]
 //
-// Order of bits, chosen so that four neighbouring columns come out of one mask and shift:
-//   nibbles    byte i: column i low, column 16 + i high; table formats: column c in nibble c
-//   two bits   word k (columns 16k ..), byte i: columns i, 4 + i, 8 + i, 12 + i from the lowest bits up
-//   one bit    byte i, bit j: column 4j + i
+// tile = (slab * tiles of rows + tile row) * tiles of columns + tile column. Where gates and ups are interleaved, rows
+// 0 .. 7 of a tile are gates and rows 8 .. 15 the ups of the same numbers.
+//
+// Nothing is rounded: scales keep the file's precision. A block decodes to signed bytes with the scale d, or d of its
+// first and e of its second 16 columns (kHalves); kMin adds m[0] to the first and m[1] to the second 16.
+//
+// Order of bits, so that four neighbouring columns come out of one mask and shift; `half` is 0 for columns 8t .. 8t + 3
+// of a block, 1 for the next four:
+//   nibbles    a word a block; byte i: column i low, column 4 + i high; table formats: column c in nibble c
+//   two bits   a word two blocks; byte i: columns i and 4 + i of the first, then of the second, from the low bits up
+//   one bit    byte i, bit 2 * block + half
+//   IQ2_XXS    word 0: an index a block; word 1: nibble c holds the signs of column c at the bits `sign_bit`
 #pragma once
 
 #include <cuda_fp16.h>
@@ -24,12 +33,16 @@
 
 namespace ds4::cuda {
 
+constexpr int kTileRows = 16;
+constexpr int kTileBlocks = 4;
+constexpr int kTileCols = 32 * kTileBlocks;
+
 struct Planes {
   const uint8_t* q;
   const uint8_t* h;
   const uint8_t* s;
   const uint8_t* d;
-  const uint2* grid;  // code book of IQ2_XXS: eight magnitudes per index
+  const uint32_t* grid;  // code book of IQ2_XXS: eight codes of magnitudes per index, a nibble each
 };
 
 template <DType type>
@@ -37,37 +50,38 @@ struct Layout {
   static constexpr bool kExists = false;
 };
 template <int Q, int H, int S, int D, bool Halves, bool Min, int Zero>
-struct BlockLayout {
+struct TileLayout {
   static constexpr bool kExists = true, kHalves = Halves, kMin = Min;
   static constexpr int kQ = Q, kH = H, kS = S, kD = D, kZero = Zero;
 };
-//                                                      q   h  s  d   halves min zero
+//                                                      q  h  s  d  halves min zero
 template <>
-struct Layout<DType::Q8_0> : BlockLayout<32, 0, 2, 0, false, false, 0> {};
+struct Layout<DType::Q8_0> : TileLayout<8, 0, 8, 0, false, false, 0> {};
 template <>
-struct Layout<DType::Q4_0> : BlockLayout<16, 0, 2, 0, false, false, 8> {};
+struct Layout<DType::Q4_0> : TileLayout<4, 0, 8, 0, false, false, 8> {};
 template <>
-struct Layout<DType::Q4_1> : BlockLayout<16, 0, 4, 0, false, true, 0> {};
+struct Layout<DType::Q4_1> : TileLayout<4, 0, 16, 0, false, true, 0> {};
 template <>
-struct Layout<DType::Q5_0> : BlockLayout<16, 4, 2, 0, false, false, 16> {};
+struct Layout<DType::Q5_0> : TileLayout<4, 1, 8, 0, false, false, 16> {};
 template <>
-struct Layout<DType::Q5_1> : BlockLayout<16, 4, 4, 0, false, true, 0> {};
+struct Layout<DType::Q5_1> : TileLayout<4, 1, 16, 0, false, true, 0> {};
 template <>
-struct Layout<DType::IQ4_NL> : BlockLayout<16, 0, 2, 0, false, false, 0> {};
+struct Layout<DType::IQ4_NL> : TileLayout<4, 0, 8, 0, false, false, 0> {};
 template <>
-struct Layout<DType::MXFP4> : BlockLayout<16, 0, 1, 0, false, false, 0> {};
+struct Layout<DType::MXFP4> : TileLayout<4, 0, 4, 0, false, false, 0> {};
+// The four-bit scales of Q2_K are multiplied into the bytes.
 template <>
-struct Layout<DType::Q2_K> : BlockLayout<8, 0, 2, 4, true, true, 0> {};
+struct Layout<DType::Q2_K> : TileLayout<2, 0, 8, 4, false, true, 0> {};
 template <>
-struct Layout<DType::Q3_K> : BlockLayout<8, 4, 2, 2, true, false, 4> {};
+struct Layout<DType::Q3_K> : TileLayout<2, 1, 8, 2, true, false, 4> {};
 template <>
-struct Layout<DType::Q4_K> : BlockLayout<16, 0, 0, 16, false, true, 0> {};
+struct Layout<DType::Q4_K> : TileLayout<4, 0, 8, 4, false, true, 0> {};
 template <>
-struct Layout<DType::Q5_K> : BlockLayout<16, 4, 0, 16, false, true, 0> {};
+struct Layout<DType::Q5_K> : TileLayout<4, 1, 8, 4, false, true, 0> {};
 template <>
-struct Layout<DType::Q6_K> : BlockLayout<16, 8, 2, 2, true, false, 32> {};
+struct Layout<DType::Q6_K> : TileLayout<4, 2, 8, 2, true, false, 32> {};
 template <>
-struct Layout<DType::IQ2_XXS> : BlockLayout<8, 0, 0, 2, false, false, 0> {};
+struct Layout<DType::IQ2_XXS> : TileLayout<2, 0, 2, 2, false, false, 0> {};
 
 // Calls f(std::integral_constant<DType, type>) for a block format, returns false for any other type.
 template <class F>
@@ -96,51 +110,79 @@ bool with_block_format(DType type, F&& f) {
   }
 }
 
+// Word of strip (slot, t) that holds block `block`; `part` counts the words of one block (Q8_0) or of one strip.
+template <int kQ>
+constexpr int64_t quant_word(int64_t tile, int slot, int t, int block, int part) {
+  const int lane = slot % 8 * 4 + t, hi = slot / 8;
+  if (kQ == 8) return tile * 512 + (block * 32 + lane) * 4 + hi * 2 + part;
+  if (kQ == 4) return tile * 256 + (hi * 32 + lane) * 4 + block;
+  return tile * 128 + lane * 4 + hi * 2 + part;
+}
+
+// Bit of a nibble of IQ2_XXS' sign word that holds the sign for each block of the tile.
+constexpr int sign_bit(int block) {
+  return block == 0 ? 2 : block == 1 ? 3 : block == 2 ? 1 : 0;
+}
+
 #ifdef __CUDACC__
 
-// What a lane loads for one block; decoding comes later, so that several blocks' loads are in flight.
+// What a lane loads for one tile; decoding comes later, so that several tiles' loads are in flight.
 template <DType type>
-struct RawBlock {
+struct RawTile {
   using L = Layout<type>;
-  uint32_t q[L::kQ / 4];
-  uint32_t h[L::kH ? L::kH / 4 : 1];
-  uint32_t s;
-  uint32_t d[L::kD == 16 ? 4 : 1];
+  uint32_t q[2 * L::kQ];
+  uint32_t h[L::kH ? 2 * L::kH : 1];
+  uint32_t s[L::kS / 2];
+  uint32_t d[L::kD ? L::kD / 2 : 1];
 };
 
-struct Block {
-  int q[8];
-  float d0, d1, m0, m1;
+// A block's share of a lane as the A operand of mma.m16n8k32: a[0], a[2] of row g, a[1], a[3] of row g + 8. The byte
+// that the instruction calls k = 4t + i is column 8t + i, and k = 16 + 4t + i is column 8t + 4 + i.
+struct Fragment {
+  int a[4];
+  float d[2], e[2];  // of rows g and g + 8
+  float m[2][2];     // [row][half of the block]
 };
 
-template <DType type>
-__device__ __forceinline__ RawBlock<type> load_block(const Planes& p, int64_t block) {
-  using L = Layout<type>;
-  RawBlock<type> r;
-  if constexpr (L::kQ >= 16) {
+// Weights are read once: they do not push activations out of the cache.
+__device__ __forceinline__ uint4 stream_load(const uint4* p) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p));
+  return v;
+}
+
+template <int N>
+__device__ __forceinline__ void load_words(uint32_t (&to)[N], const uint8_t* from) {
+  if constexpr (N >= 4) {
 #pragma unroll
-    for (int i = 0; i < L::kQ / 16; ++i) {
-      const uint4 v = __ldg(reinterpret_cast<const uint4*>(p.q + block * L::kQ) + i);
-      r.q[4 * i] = v.x, r.q[4 * i + 1] = v.y, r.q[4 * i + 2] = v.z, r.q[4 * i + 3] = v.w;
+    for (int i = 0; i < N / 4; ++i) {
+      const uint4 v = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
     }
+  } else if constexpr (N == 2) {
+    const uint2 v = __ldg(reinterpret_cast<const uint2*>(from));
+    to[0] = v.x, to[1] = v.y;
   } else {
-    const uint2 v = __ldg(reinterpret_cast<const uint2*>(p.q + block * L::kQ));
-    r.q[0] = v.x, r.q[1] = v.y;
+    to[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
   }
-  if constexpr (L::kH == 4) r.h[0] = __ldg(reinterpret_cast<const uint32_t*>(p.h) + block);
-  if constexpr (L::kH == 8) {
-    const uint2 v = __ldg(reinterpret_cast<const uint2*>(p.h) + block);
-    r.h[0] = v.x, r.h[1] = v.y;
+}
+
+// `super`: number of the tile pair that holds the tile, for formats with superblocks.
+template <DType type>
+__device__ __forceinline__ RawTile<type> load_tile(const Planes& p, int64_t tile, int64_t super, int lane) {
+  using L = Layout<type>;
+  RawTile<type> r;
+  const uint4* q = reinterpret_cast<const uint4*>(p.q) + tile * (16 * L::kQ) + lane;
+#pragma unroll
+  for (int i = 0; i < L::kQ / 2; ++i) {
+    const uint4 v = stream_load(q + 32 * i);
+    r.q[4 * i] = v.x, r.q[4 * i + 1] = v.y, r.q[4 * i + 2] = v.z, r.q[4 * i + 3] = v.w;
   }
-  if constexpr (L::kS == 1) r.s = __ldg(p.s + block);
-  if constexpr (L::kS == 2) r.s = __ldg(reinterpret_cast<const uint16_t*>(p.s) + block);
-  if constexpr (L::kS == 4) r.s = __ldg(reinterpret_cast<const uint32_t*>(p.s) + block);
-  if constexpr (L::kD == 2) r.d[0] = __ldg(reinterpret_cast<const uint16_t*>(p.d) + (block >> 3));
-  if constexpr (L::kD == 4) r.d[0] = __ldg(reinterpret_cast<const uint32_t*>(p.d) + (block >> 3));
-  if constexpr (L::kD == 16) {
-    const uint4 v = __ldg(reinterpret_cast<const uint4*>(p.d) + (block >> 3));
-    r.d[0] = v.x, r.d[1] = v.y, r.d[2] = v.z, r.d[3] = v.w;
-  }
+  if constexpr (L::kH > 0) load_words(r.h, p.h + (tile * 32 + lane) * (8 * L::kH));
+  load_words(r.s, p.s + (tile * 8 + lane / 4) * (2 * L::kS));
+  if constexpr (L::kD > 0) load_words(r.d, p.d + (super * 8 + lane / 4) * (2 * L::kD));
   return r;
 }
 
@@ -154,86 +196,115 @@ __device__ __forceinline__ int table16(uint32_t nibbles, uint32_t t0, uint32_t t
   return static_cast<int>(__byte_perm(low, high, 0x3210u | (nibbles & 0x8888u) >> 1));
 }
 
-// `grid`: Planes::grid, copied to shared memory; unused by other formats.
-template <DType type>
-__device__ __forceinline__ Block decode_block(const RawBlock<type>& r, int64_t block, const uint2* grid) {
-  using L = Layout<type>;
-  Block b;
-  b.d1 = b.m0 = b.m1 = 0.0f;
-  constexpr bool table = type == DType::MXFP4 || type == DType::IQ4_NL;
-  if constexpr (L::kQ == 32) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) b.q[j] = static_cast<int>(r.q[j]);
-  } else if constexpr (table) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const uint32_t nibbles = j % 2 ? r.q[j / 2] >> 16 : r.q[j / 2] & 0xFFFFu;
-      // Twice the E2M1 values; the code book of IQ4_NL.
-      b.q[j] = type == DType::MXFP4 ? table16(nibbles, 0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu)
-                                    : table16(nibbles, 0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u);
-    }
-  } else if constexpr (L::kQ == 16) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      b.q[j] = static_cast<int>(r.q[j] & 0x0F0F0F0Fu);
-      b.q[4 + j] = static_cast<int>(r.q[j] >> 4 & 0x0F0F0F0Fu);
-    }
-  } else if constexpr (type != DType::IQ2_XXS) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) b.q[j] = static_cast<int>(r.q[j / 4] >> (2 * (j % 4)) & 0x03030303u);
+// The code book in shared memory, kCopies times: copy c of an entry stands at word kCopies * index + c, so that lanes
+// fall into different banks.
+template <int kCopies>
+struct Grid {
+  uint32_t word[256 * kCopies];
+  __device__ __forceinline__ void fill(const Planes& p) {
+    for (int i = threadIdx.x; i < 256 * kCopies; i += blockDim.x) word[i] = __ldg(p.grid + i / kCopies);
   }
-  if constexpr (L::kH == 4) {
-    constexpr int shift = L::kQ == 8 ? 2 : 4;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) b.q[j] |= static_cast<int>((r.h[0] >> j & 0x01010101u) << shift);
-  }
-  if constexpr (L::kH == 8) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) b.q[j] |= static_cast<int>((r.h[j / 4] >> (2 * (j % 4)) & 0x03030303u) << 4);
-  }
+};
 
-  const int in_super = static_cast<int>(block & 7);
-  if constexpr (type == DType::MXFP4) {
-    b.d0 = __uint_as_float(r.s < 2 ? 0x00200000u << r.s : (r.s - 1) << 23);
-  } else if constexpr (type == DType::Q4_1 || type == DType::Q5_1) {
-    b.d0 = half_bits(r.s & 0xFFFFu);
-    b.m0 = half_bits(r.s >> 16);
-  } else if constexpr (L::kS == 2 && L::kD == 0) {
-    b.d0 = half_bits(r.s);
-  } else if constexpr (type == DType::Q2_K) {
-    const float d = half_bits(r.d[0] & 0xFFFFu), dmin = half_bits(r.d[0] >> 16);
-    b.d0 = d * static_cast<float>(r.s & 15u);
-    b.m0 = -(dmin * static_cast<float>(r.s >> 4 & 15u));
-    b.d1 = d * static_cast<float>(r.s >> 8 & 15u);
-    b.m1 = -(dmin * static_cast<float>(r.s >> 12 & 15u));
-  } else if constexpr (type == DType::Q3_K || type == DType::Q6_K) {
-    const float d = half_bits(r.d[0]);
-    b.d0 = d * static_cast<float>(static_cast<int8_t>(r.s & 0xFFu));
-    b.d1 = d * static_cast<float>(static_cast<int8_t>(r.s >> 8));
-  } else if constexpr (L::kD == 16) {
-    const float d = half_bits(r.d[0] & 0xFFFFu), dmin = half_bits(r.d[0] >> 16);
-    // Bytes 0..11 of the words 1..3: six-bit scales and minimums, see Q4_K in the GGUF formats.
-    const int shift = 8 * (in_super & 3);
-    const uint32_t a = r.d[1] >> shift, m = r.d[2] >> shift, c = r.d[3] >> shift;
-    const uint32_t scale = in_super < 4 ? a & 63u : (c & 15u) | (a >> 6 & 3u) << 4;
-    const uint32_t min = in_super < 4 ? m & 63u : (c >> 4 & 15u) | (m >> 6 & 3u) << 4;
-    b.d0 = d * static_cast<float>(scale);
-    b.m0 = -(dmin * static_cast<float>(min));
-  } else if constexpr (type == DType::IQ2_XXS) {
-    const uint32_t word = r.q[1];
-    b.d0 = half_bits(r.d[0]) * (0.5f + static_cast<float>(word >> 28)) * 0.25f;
+template <>
+struct Grid<0> {
+  uint32_t word[1];
+};
+
+template <DType type, int kCopies>
+__device__ __forceinline__ void decode_block(const RawTile<type>& r, int block, const Grid<kCopies>& grid, int lane,
+                                             Fragment& f) {
+  using L = Layout<type>;
+  constexpr bool table = type == DType::MXFP4 || type == DType::IQ4_NL;
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      const uint2 g = grid[r.q[0] >> (8 * part) & 255u];
-      const uint32_t seven = word >> (7 * part) & 127u;
-      const uint32_t signs = seven | (static_cast<uint32_t>(__popc(seven)) & 1u) << 7;
-      // One bit to each byte; 0xFF where the sign is minus. x ^ 0xFF + 1 is -x, and no magnitude is zero.
-      const uint32_t low = (signs & 15u) * 0x00204081u & 0x01010101u, high = (signs >> 4) * 0x00204081u & 0x01010101u;
-      b.q[2 * part] = static_cast<int>((g.x ^ low * 255u) + low);
-      b.q[2 * part + 1] = static_cast<int>((g.y ^ high * 255u) + high);
+  for (int hi = 0; hi < 2; ++hi) {
+    uint32_t w[2];
+    if constexpr (L::kQ == 8) {
+      w[0] = r.q[4 * block + 2 * hi], w[1] = r.q[4 * block + 2 * hi + 1];
+    } else if constexpr (table) {
+      const uint32_t v = r.q[4 * hi + block];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t nibbles = half ? v >> 16 : v & 0xFFFFu;
+        // Twice the E2M1 values; the code book of IQ4_NL.
+        w[half] = static_cast<uint32_t>(type == DType::MXFP4
+                                            ? table16(nibbles, 0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu)
+                                            : table16(nibbles, 0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u));
+      }
+    } else if constexpr (L::kQ == 4) {
+      const uint32_t v = r.q[4 * hi + block];
+      w[0] = v & 0x0F0F0F0Fu, w[1] = v >> 4 & 0x0F0F0F0Fu;
+    } else if constexpr (type == DType::IQ2_XXS) {
+      const uint32_t index = r.q[2 * hi], sign = r.q[2 * hi + 1];
+      constexpr uint32_t mask = 255u * kCopies * 4;
+      constexpr int up = kCopies == 16 ? 6 : kCopies == 8 ? 5 : 2;
+      static_assert(4 * kCopies == 1 << up);
+      const uint32_t at = (block == 0 ? index << up : index >> (8 * block - up)) & mask;
+      const uint32_t own = kCopies > 1 ? (static_cast<uint32_t>(lane) % kCopies) * 4 : 0;
+      const uint32_t entry = *reinterpret_cast<const uint32_t*>(reinterpret_cast<const char*>(grid.word) + (at | own));
+      const uint32_t s = (block == 0   ? sign
+                          : block == 1 ? sign >> 1
+                          : block == 2 ? sign << 1
+                                       : sign << 2) &
+                         0x44444444u;
+      const uint32_t select = entry ^ s;
+      // Bytes 0 .. 2: the magnitudes, 4 .. 6: their negatives.
+      w[0] = __byte_perm(0x002B1908u, 0x00D5E7F8u, select);
+      w[1] = __byte_perm(0x002B1908u, 0x00D5E7F8u, select >> 16);
+    } else {
+      const uint32_t v = r.q[2 * hi + block / 2];
+      w[0] = v >> (4 * (block % 2)) & 0x03030303u, w[1] = v >> (4 * (block % 2) + 2) & 0x03030303u;
     }
+    if constexpr (L::kH == 1) {
+      constexpr int shift = L::kQ == 2 ? 2 : 4;
+      w[0] |= (r.h[hi] >> (2 * block) & 0x01010101u) << shift;
+      w[1] |= (r.h[hi] >> (2 * block + 1) & 0x01010101u) << shift;
+    }
+    if constexpr (L::kH == 2) {
+      const uint32_t v = r.h[2 * hi + block / 2];
+      w[0] |= (v >> (4 * (block % 2)) & 0x03030303u) << 4;
+      w[1] |= (v >> (4 * (block % 2) + 2) & 0x03030303u) << 4;
+    }
+    if constexpr (L::kZero > 0) {
+      constexpr uint32_t zero = L::kZero * 0x01010101u;
+      w[0] = ((w[0] | 0x80808080u) - zero) ^ 0x80808080u;
+      w[1] = ((w[1] | 0x80808080u) - zero) ^ 0x80808080u;
+    }
+
+    if constexpr (type == DType::MXFP4) {
+      const uint32_t e = r.s[hi] >> (8 * block) & 255u;
+      f.d[hi] = __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    } else if constexpr (type == DType::Q4_1 || type == DType::Q5_1) {
+      const uint32_t s = r.s[4 * hi + block];
+      f.d[hi] = half_bits(s & 0xFFFFu);
+      f.m[hi][0] = f.m[hi][1] = half_bits(s >> 16);
+    } else if constexpr (L::kD == 0) {
+      const uint32_t s = r.s[2 * hi + block / 2];
+      f.d[hi] = half_bits(block % 2 ? s >> 16 : s & 0xFFFFu);
+    } else if constexpr (type == DType::Q2_K) {
+      const uint32_t s = r.s[2 * hi + block / 2] >> (16 * (block % 2));
+      f.d[hi] = half_bits(r.d[hi] & 0xFFFFu);
+      const float dmin = half_bits(r.d[hi] >> 16);
+      const uint32_t scale = (lane & 2 ? s >> 8 : s) & 15u;
+      w[0] *= scale, w[1] *= scale;
+      f.m[hi][0] = -(dmin * static_cast<float>(s >> 4 & 15u));
+      f.m[hi][1] = -(dmin * static_cast<float>(s >> 12 & 15u));
+    } else if constexpr (type == DType::Q3_K || type == DType::Q6_K) {
+      const uint32_t s = r.s[2 * hi + block / 2] >> (16 * (block % 2));
+      const float d = half_bits(hi ? r.d[0] >> 16 : r.d[0] & 0xFFFFu);
+      f.d[hi] = d * static_cast<float>(static_cast<int8_t>(s & 255u));
+      f.e[hi] = d * static_cast<float>(static_cast<int8_t>(s >> 8 & 255u));
+    } else if constexpr (type == DType::Q4_K || type == DType::Q5_K) {
+      const uint32_t s = r.s[2 * hi + block / 2] >> (16 * (block % 2));
+      f.d[hi] = half_bits(r.d[hi] & 0xFFFFu) * static_cast<float>(s & 255u);
+      f.m[hi][0] = f.m[hi][1] = -(half_bits(r.d[hi] >> 16) * static_cast<float>(s >> 8 & 255u));
+    } else if constexpr (type == DType::IQ2_XXS) {
+      const float quarter = half_bits(hi ? r.d[0] >> 16 : r.d[0] & 0xFFFFu) * 0.25f;
+      f.d[hi] = quarter * (0.5f + static_cast<float>(r.s[0] >> (16 * hi + 4 * block) & 15u));
+    }
+    f.a[hi] = static_cast<int>(w[0]);
+    f.a[2 + hi] = static_cast<int>(w[1]);
   }
-  return b;
 }
 
 #endif

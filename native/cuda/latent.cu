@@ -6,6 +6,7 @@
 #include "cuda/latent.h"
 #include "cuda/latent_attention.h"
 #include "cuda/moe.h"
+#include "quant/quant.h"
 
 namespace ds4::cuda {
 namespace {
@@ -541,7 +542,8 @@ class CudaLatentOps final : public LatentOps {
   std::unique_ptr<Weight> load_grouped(const MatrixView& view, int64_t groups) override {
     require(groups > 0 && view.rows % groups == 0 && view.rows / groups % 4 == 0,
             "groups do not divide the rows into fours");
-    return context_.uploader.load({&view, 1}, false);
+    require(block_elements(view.type) == 1 || view.cols % kTileCols == 0, "groups of columns that do not fill tiles");
+    return context_.uploader.load({&view, 1}, false, groups);
   }
 
   void grouped_linear(const Weight& w, Tensor x, int64_t groups, Tensor y) override {
@@ -572,7 +574,7 @@ class CudaLatentOps final : public LatentOps {
             "load_experts of another number of matrices");
     for (const MatrixView& p : parts)
       require(p.rows == parts.front().rows && p.type == parts.front().type, "experts of different shapes or types");
-    return context_.uploader.load(parts, swiglu);
+    return context_.uploader.load(parts, swiglu, experts);
   }
 
   std::unique_ptr<Weight> load_table(const MatrixView& view) override { return context_.uploader.load_table(view); }

@@ -1,6 +1,7 @@
 #include <string>
 
-#include "cuda/linear_blocks.h"
+#include "cuda/device_math.h"
+#include "cuda/linear.h"
 #include "quant/quant.h"
 
 namespace ds4::cuda {
@@ -9,11 +10,11 @@ namespace {
 constexpr int kNormThreads = 256;
 constexpr int kWideThreads = 1024;
 
-// Bytes: x once (twice from the cache with a norm), 1.25 per element out. One block of threads for each row with a
+// Bytes: x once (twice from the cache with a norm), 1.4 per element out. One block of threads for each row with a
 // norm, else for each 1024 columns.
 __global__ void __launch_bounds__(kNormThreads)
-    quantize_kernel(const float* x, int64_t stride, int64_t cols, const float* gain, float eps, int8_t* q,
-                    ActScale* scale) {
+    quantize_kernel(const float* x, int64_t stride, int64_t cols, const float* gain, float eps, int64_t blocks,
+                    int8_t* q, float* d, float2* sums) {
   begin_kernel();
   __shared__ float shared[32];
   const float* row = x + blockIdx.x * stride;
@@ -24,36 +25,16 @@ __global__ void __launch_bounds__(kNormThreads)
     factor = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(cols) + eps);
   }
   // Eight lanes share a block of 32. Whole groups of eight leave the loop together.
-  const int64_t quads = cols / 4;
+  const int64_t quads = blocks * 8, place = (blockIdx.x >> 3) * blocks * 8 + (blockIdx.x & 7);
   for (int64_t i = static_cast<int64_t>(blockIdx.y) * kNormThreads + threadIdx.x; i < quads;
        i += static_cast<int64_t>(gridDim.y) * kNormThreads) {
-    const unsigned group = 0xFFu << (threadIdx.x % 32 / 8 * 8);
     float v[4];
-    float largest = 0.0f;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      v[k] = row[4 * i + k];
-      if (gain) v[k] = v[k] * factor * gain[4 * i + k];
-      largest = fmaxf(largest, fabsf(v[k]));
+      v[k] = 4 * i < cols ? row[4 * i + k] : 0.0f;
+      if (gain && 4 * i < cols) v[k] = v[k] * factor * gain[4 * i + k];
     }
-#pragma unroll
-    for (int m = 4; m > 0; m /= 2) largest = fmaxf(largest, __shfl_xor_sync(group, largest, m));
-    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    int sum = 0;
-    char4 code;
-    const int c0 = __float2int_rn(v[0] * inverse), c1 = __float2int_rn(v[1] * inverse),
-              c2 = __float2int_rn(v[2] * inverse), c3 = __float2int_rn(v[3] * inverse);
-    code.x = static_cast<signed char>(c0), code.y = static_cast<signed char>(c1);
-    code.z = static_cast<signed char>(c2), code.w = static_cast<signed char>(c3);
-    sum = c0 + c1 + c2 + c3;
-    reinterpret_cast<char4*>(q + blockIdx.x * cols)[i] = code;
-    // The first four lanes of a group hold columns 0..15, the others 16..31.
-    sum += __shfl_xor_sync(group, sum, 1);
-    sum += __shfl_xor_sync(group, sum, 2);
-    const int other = __shfl_xor_sync(group, sum, 4);
-    if (threadIdx.x % 8 == 0)
-      scale[blockIdx.x * (cols / 32) + i / 8] = {largest / 127.0f, static_cast<int16_t>(sum),
-                                                 static_cast<int16_t>(other)};
+    store_codes(v, threadIdx.x % 8, place + i / 8 * 8, q, d, sums);
   }
 }
 
@@ -67,6 +48,86 @@ __global__ void __launch_bounds__(kWideThreads)
   for (int64_t i = threadIdx.x; i < cols; i += kWideThreads) squares = fmaf(row[i], row[i], squares);
   const float factor = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(cols) + eps);
   for (int64_t i = threadIdx.x; i < cols; i += kWideThreads) y[blockIdx.x * y_stride + i] = row[i] * factor * gain[i];
+}
+
+constexpr int kRowsPerWarp = 4;
+constexpr int kWarps = 4;
+
+// Warps that share a group of four output rows. Few rows: more warps each, as long as every lane has a block.
+inline int split_of(int64_t rows, int64_t units, bool experts) {
+  const int64_t enough = experts ? 4096 : 16384;  // several experts run side by side
+  int split = 1;
+  while (split < kWarps && rows * split < enough && units >= 64 * split) split *= 2;
+  return split;
+}
+
+// What the lanes hold after the reduction: lane r * NT + t has output row `row0 + r` of activation row t.
+template <int NT>
+__device__ __forceinline__ void finish(const LinearArgs& p, float v, int split, int64_t row0, int n,
+                                       const int (&out_row)[NT]) {
+  constexpr int R = kRowsPerWarp;
+  __shared__ float part[kWarps][R * NT];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (split > 1) {
+    if (lane < R * NT) part[warp][lane] = v;
+    __syncthreads();
+    if (warp % split != 0) return;
+    if (lane < R * NT)
+      for (int i = 1; i < split; ++i) v = v + part[warp + i][lane];
+  }
+  const int r = lane / NT, t = lane % NT;
+  const int64_t row = row0 + r;
+  // Row r + 1 of the same activation row; used by gates, whose r is even.
+  const float next = __shfl_down_sync(0xFFFFFFFFu, v, NT);
+  if (lane >= R * NT || t >= n || row >= p.rows) return;
+  int target = 0;
+#pragma unroll
+  for (int i = 0; i < NT; ++i)
+    if (i == t) target = out_row[i];
+  float* y = p.y + static_cast<int64_t>(target) * p.y_stride;
+  switch (p.epilogue) {
+    case Epilogue::Store:
+      y[row] = p.bias ? v + p.bias[row] : v;
+      break;
+    case Epilogue::Add:
+      y[row] = y[row] + v;
+      break;
+    case Epilogue::SwiGLU:
+      if (r % 2 == 0) y[row / 2] = swiglu(v, next);
+      break;
+    case Epilogue::Clamped:
+      if (r % 2 == 0) y[row / 2] = swiglu_clamped(v, next, p.limit);
+      break;
+  }
+}
+
+// The activation rows of this block: `in` and `out` row numbers, clamped to the last one where there are fewer than NT.
+template <int NT>
+__device__ __forceinline__ int rows_of_block(const LinearArgs& p, int64_t& expert, int (&in)[NT], int (&out)[NT]) {
+  int n;
+  if (NT == 1 && p.experts) {
+    expert = p.experts[blockIdx.x];
+    n = 1;
+    in[0] = static_cast<int>(blockIdx.x) / p.per_row;
+    out[0] = static_cast<int>(blockIdx.x);
+  } else if (p.items) {
+    const ExpertItem item = p.items[blockIdx.x];
+    expert = item.expert;
+    n = item.count;
+#pragma unroll
+    for (int i = 0; i < NT; ++i) {
+      const int pair = n > 0 ? p.order[item.first + min(i, n - 1)] : 0;
+      in[i] = pair / p.per_row;
+      out[i] = pair;
+    }
+  } else {
+    expert = 0;
+    const int first = static_cast<int>(blockIdx.x) * NT;
+    n = min(NT, static_cast<int>(p.T) - first);
+#pragma unroll
+    for (int i = 0; i < NT; ++i) in[i] = out[i] = first + min(i, n - 1);
+  }
+  return n;
 }
 
 // Eight weights as floats.
@@ -150,6 +211,17 @@ __global__ void __launch_bounds__(32 * kWarps)
   finish<NT>(p, warp_sums(sums), split, row0, n, out);
 }
 
+// Rows at once for T rows of activations.
+inline int width_of(int64_t T) {
+  return T <= 1 ? 1 : T <= 2 ? 2 : T <= 4 ? 4 : 8;
+}
+
+inline dim3 grid_of(const LinearArgs& p, int split, int width) {
+  const int64_t per_block = kWarps / split * kRowsPerWarp;
+  const int64_t columns = p.n_items ? p.n_items : (p.T + width - 1) / width;
+  return {static_cast<unsigned>(columns), static_cast<unsigned>((p.rows + per_block - 1) / per_block), 1};
+}
+
 template <class T>
 void launch_floats(cudaStream_t stream, const Segment& w, const float* x, int64_t x_stride, const LinearArgs& p) {
   const int split = split_of(p.rows, (p.cols + 7) / 8, p.n_items > 0), width = p.n_items ? p.width : width_of(p.T);
@@ -172,11 +244,12 @@ void launch_floats(cudaStream_t stream, const Segment& w, const float* x, int64_
 
 }  // namespace
 
-void quantize(const Device& device, Tensor x, const float* gain, float eps, int8_t* q, ActScale* scale) {
+void quantize(const Device& device, Tensor x, const float* gain, float eps, const Activations& to) {
   if (x.n == 0) return;
-  const auto pieces = gain ? 1u : static_cast<unsigned>((x.dim + 4 * kNormThreads - 1) / (4 * kNormThreads));
+  const auto pieces = gain ? 1u : static_cast<unsigned>((to.blocks * 32 + 4 * kNormThreads - 1) / (4 * kNormThreads));
   launch_kernel(device.stream(), dim3(static_cast<unsigned>(x.n), pieces), kNormThreads, 0, quantize_kernel, x.data,
-                x.stride, x.dim, gain, eps, q, scale);
+                x.stride, x.dim, gain, eps, to.blocks, const_cast<int8_t*>(to.q), const_cast<float*>(to.d),
+                const_cast<float2*>(to.sums));
   DS4_CUDA(cudaGetLastError());
 }
 
@@ -187,12 +260,16 @@ void rms_norm(const Device& device, Tensor x, const float* gain, float eps, Tens
   DS4_CUDA(cudaGetLastError());
 }
 
-void linear_blocks(const Device& device, DType type, const Planes& w, const Activations& x, const LinearArgs& args) {
+void linear_blocks(const Device& device, const Segment& w, const Activations& x, LinearArgs args) {
   if (args.T == 0) return;
-  const cudaStream_t stream = device.stream();
-  if (!linear_blocks_1(stream, type, w, x, args) && !linear_blocks_2(stream, type, w, x, args) &&
-      !linear_blocks_3(stream, type, w, x, args) && !linear_blocks_4(stream, type, w, x, args))
-    throw Unsupported(std::string("no matrix kernel for type ") + dtype_name(type));
+  args.rows = w.slab_rows;
+  args.paired = w.paired;
+  args.slabs = static_cast<int32_t>(w.slabs);
+  args.tiles_m = static_cast<int32_t>(w.tiles_m);
+  args.tiles_k = static_cast<int32_t>(w.tiles_k);
+  if (!linear_blocks_1(device, w.type, w.planes, x, args) && !linear_blocks_2(device, w.type, w.planes, x, args) &&
+      !linear_blocks_3(device, w.type, w.planes, x, args) && !linear_blocks_4(device, w.type, w.planes, x, args))
+    throw Unsupported(std::string("no matrix kernel for type ") + dtype_name(w.type));
   DS4_CUDA(cudaGetLastError());
 }
 

@@ -128,7 +128,7 @@ class Arena {
 // Named temporaries inside an operation. Grow only.
 class Workspace {
  public:
-  enum Slot { Quants, Scales, Floats, Partials, Hidden, Products, Coefficients, Scores, Plan, kSlots };
+  enum Slot { Quants, Scales, Sums, Floats, Partials, Hidden, Products, Coefficients, Scores, Plan, kSlots };
   explicit Workspace(const Device& device) : device_(device) {}
   template <class T>
   T* get(Slot slot, int64_t count) {

@@ -8,6 +8,7 @@ namespace ds4::cuda {
 namespace {
 
 constexpr int kMostExperts = 1024;
+constexpr int64_t kFewRows = 16;
 
 // Bytes: the logits and the bias once. One block of threads for each row: scores, then k rounds of a maximum by one
 // warp.
@@ -107,7 +108,7 @@ void expert_linear(Context& context, const CudaWeight& w, int64_t rows, Tensor x
     require(x.dim % 8 == 0 && x.stride % 4 == 0, "experts of float types have a multiple of 8 columns");
     linear_floats(context.device, s, x.data, x.stride, args);
   } else {
-    linear_blocks(context.device, s.type, s.planes, context.quantized(x, nullptr, 0), args);
+    linear_blocks(context.device, s, context.quantized(x, nullptr, 0), args);
   }
 }
 
@@ -141,10 +142,12 @@ void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down
               gate_up.interleaved && n_experts <= kMostExperts && down.segments.size() == 1,
           "moe shapes");
   if (pairs == 0) return;
-  // The more rows, the more of them an expert sees; results do not depend on the width.
+  // Results do not depend on how pairs are put together.
   LinearArgs args;
-  const bool apart = x.n <= 16;  // few pairs share an expert
-  const int at_once = apart ? 1 : x.n <= 64 ? 4 : 8;
+  const bool floats = gate_up.segments.front().stride || down.segments.front().stride;
+  const bool apart = x.n <= kFewRows && pairs <= kMostPairs;  // few pairs share an expert
+  const int at_once = apart ? 1 : floats ? 8 : kTileTokens;
+  args.alone = x.n == 1;
   const int64_t n_items = apart ? pairs : std::min(pairs, pairs / at_once + n_experts);
   if (apart) {
     args.experts = routing.experts;

@@ -14,109 +14,156 @@ namespace {
 
 constexpr size_t kPiece = size_t{16} << 20;
 
-// Where rows of a piece go: row r of the piece becomes row first + r * step.
+// Where rows of a piece go. `half` < 0: row r becomes row first + r, counted through all slabs. Otherwise row first + r
+// of the gates (0) or the ups (1) of one slab.
 struct Target {
-  int64_t first, step, blocks;  // blocks of 32 in a row
+  int64_t first, slab, slab_rows, tiles_m, tiles_k;
+  int half;
 };
 
-__device__ uint32_t pack_two_bits(const uint8_t (&code)[32], int k) {
-  uint32_t w = 0;
-  for (int j = 0; j < 4; ++j)
-    for (int i = 0; i < 4; ++i) w |= static_cast<uint32_t>(code[16 * k + 4 * j + i] & 3) << (8 * i + 2 * j);
-  return w;
+struct Place {
+  int64_t tile_row;  // counted through all slabs
+  int slot;
+};
+
+__host__ __device__ inline Place place_of(const Target& to, int64_t row) {
+  const int64_t r = to.first + row;
+  if (to.half >= 0) return {to.slab * to.tiles_m + r / 8, static_cast<int>(r % 8) + 8 * to.half};
+  return {r / to.slab_rows * to.tiles_m + r % to.slab_rows / kTileRows, static_cast<int>(r % to.slab_rows % kTileRows)};
 }
 
-__device__ uint32_t pack_bits(const uint8_t (&bit)[32]) {
-  uint32_t w = 0;
-  for (int j = 0; j < 8; ++j)
-    for (int i = 0; i < 4; ++i) w |= static_cast<uint32_t>(bit[4 * j + i] & 1) << (8 * i + j);
-  return w;
-}
-
-// One thread per block of 32 columns: reads the file's block, writes its share of the planes.
 template <DType type>
-__global__ void repack(const uint8_t* file, int64_t rows, Target to, uint8_t* q, uint8_t* h, uint8_t* s, uint8_t* d) {
-  using L = Layout<type>;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (index >= rows * to.blocks) return;
-  const int64_t row = index / to.blocks, block = index % to.blocks;
-  const int64_t out = (to.first + row * to.step) * to.blocks + block;
-  constexpr int super = L::kD > 0 ? 8 : 1;
-  constexpr int bytes = type == DType::Q8_0     ? 34
-                        : type == DType::Q4_0   ? 18
-                        : type == DType::Q4_1   ? 20
-                        : type == DType::Q5_0   ? 22
-                        : type == DType::Q5_1   ? 24
-                        : type == DType::IQ4_NL ? 18
-                        : type == DType::MXFP4  ? 17
-                        : type == DType::Q2_K   ? 84
-                        : type == DType::Q3_K   ? 110
-                        : type == DType::Q4_K   ? 144
-                        : type == DType::Q5_K   ? 176
-                        : type == DType::Q6_K   ? 210
-                                                : 66;
-  const uint8_t* b = file + index / super * bytes;
-  const int g = static_cast<int>(index % super);
-  uint8_t* qo = q + out * L::kQ;
-  uint8_t code[32];
+constexpr int kFileBytes = type == DType::Q8_0     ? 34
+                           : type == DType::Q4_0   ? 18
+                           : type == DType::Q4_1   ? 20
+                           : type == DType::Q5_0   ? 22
+                           : type == DType::Q5_1   ? 24
+                           : type == DType::IQ4_NL ? 18
+                           : type == DType::MXFP4  ? 17
+                           : type == DType::Q2_K   ? 84
+                           : type == DType::Q3_K   ? 110
+                           : type == DType::Q4_K   ? 144
+                           : type == DType::Q5_K   ? 176
+                           : type == DType::Q6_K   ? 210
+                                                   : 66;
+
+// Code of column c of block g of a superblock `b` of the file (of a block, where there are none).
+template <DType type>
+__device__ uint32_t code_of(const uint8_t* b, int g, int c) {
   if constexpr (type == DType::Q8_0) {
-    for (int i = 0; i < 32; ++i) qo[i] = b[2 + i];
-    s[2 * out] = b[0], s[2 * out + 1] = b[1];
-  } else if constexpr (type == DType::Q4_0 || type == DType::Q4_1 || type == DType::Q5_0 || type == DType::Q5_1) {
-    constexpr int at = L::kS + L::kH;
-    for (int i = 0; i < 16; ++i) qo[i] = b[at + i];
-    for (int i = 0; i < L::kS; ++i) s[L::kS * out + i] = b[i];
-    if constexpr (L::kH == 4) {
-      for (int i = 0; i < 32; ++i) code[i] = b[L::kS + i / 8] >> (i % 8) & 1;
-      reinterpret_cast<uint32_t*>(h)[out] = pack_bits(code);
-    }
-  } else if constexpr (type == DType::IQ4_NL || type == DType::MXFP4) {
-    const uint8_t* n = b + L::kS;
-    for (int i = 0; i < 8; ++i) qo[i] = static_cast<uint8_t>((n[2 * i] & 15) | (n[2 * i + 1] & 15) << 4);
-    for (int i = 0; i < 8; ++i) qo[8 + i] = static_cast<uint8_t>(n[2 * i] >> 4 | (n[2 * i + 1] >> 4) << 4);
-    for (int i = 0; i < L::kS; ++i) s[L::kS * out + i] = b[i];
-  } else if constexpr (type == DType::Q4_K || type == DType::Q5_K) {
-    constexpr int at = type == DType::Q4_K ? 16 : 48;
-    for (int i = 0; i < 32; ++i) code[i] = b[at + g / 2 * 32 + i] >> (g % 2 * 4) & 15;
-    for (int i = 0; i < 16; ++i) qo[i] = static_cast<uint8_t>(code[i] | code[16 + i] << 4);
-    if constexpr (type == DType::Q5_K) {
-      for (int i = 0; i < 32; ++i) code[i] = b[16 + i] >> g & 1;
-      reinterpret_cast<uint32_t*>(h)[out] = pack_bits(code);
-    }
-    for (int i = 0; i < 2; ++i) d[out / 8 * 16 + 2 * g + i] = b[2 * g + i];
+    return b[2 + c];
+  } else if constexpr (type == DType::Q4_0 || type == DType::IQ4_NL) {
+    return b[2 + c % 16] >> (c / 16 * 4) & 15;
+  } else if constexpr (type == DType::MXFP4) {
+    return b[1 + c % 16] >> (c / 16 * 4) & 15;
+  } else if constexpr (type == DType::Q4_1) {
+    return b[4 + c % 16] >> (c / 16 * 4) & 15;
+  } else if constexpr (type == DType::Q5_0 || type == DType::Q5_1) {
+    constexpr int at = type == DType::Q5_0 ? 2 : 4;
+    return (b[at + 4 + c % 16] >> (c / 16 * 4) & 15) | (b[at + c / 8] >> (c % 8) & 1) << 4;
+  } else if constexpr (type == DType::Q4_K) {
+    return b[16 + g / 2 * 32 + c] >> (g % 2 * 4) & 15;
+  } else if constexpr (type == DType::Q5_K) {
+    return (b[48 + g / 2 * 32 + c] >> (g % 2 * 4) & 15) | (b[16 + c] >> g & 1) << 4;
   } else if constexpr (type == DType::Q2_K) {
-    for (int i = 0; i < 32; ++i) code[i] = b[16 + g / 4 * 32 + i] >> (g % 4 * 2) & 3;
-    for (int k = 0; k < 2; ++k) reinterpret_cast<uint32_t*>(qo)[k] = pack_two_bits(code, k);
-    s[2 * out] = b[2 * g], s[2 * out + 1] = b[2 * g + 1];
-    if (g < 4) d[out / 8 * 4 + g] = b[80 + g];
+    return b[16 + g / 4 * 32 + c] >> (g % 4 * 2) & 3;
   } else if constexpr (type == DType::Q3_K) {
-    for (int i = 0; i < 32; ++i) code[i] = b[32 + g / 4 * 32 + i] >> (g % 4 * 2) & 3;
-    for (int k = 0; k < 2; ++k) reinterpret_cast<uint32_t*>(qo)[k] = pack_two_bits(code, k);
-    for (int i = 0; i < 32; ++i) code[i] = b[i] >> g & 1;
-    reinterpret_cast<uint32_t*>(h)[out] = pack_bits(code);
+    return (b[32 + g / 4 * 32 + c] >> (g % 4 * 2) & 3) | (b[c] >> g & 1) << 2;
+  } else if constexpr (type == DType::Q6_K) {
+    const int e = g * 32 + c, half = e / 128, in = e % 128;
+    return (b[half * 64 + in % 64] >> (in / 64 * 4) & 15) | (b[128 + half * 32 + in % 32] >> (in / 32 * 2) & 3) << 4;
+  } else {
+    return 0;  // IQ2_XXS has indices
+  }
+}
+
+// The scales of block g, kS / 4 bytes at `to` (IQ2_XXS: a nibble, see repack).
+template <DType type>
+__device__ void scales_of(const uint8_t* b, int g, uint8_t* to) {
+  using L = Layout<type>;
+  if constexpr (type == DType::Q2_K) {
+    to[0] = b[2 * g], to[1] = b[2 * g + 1];
+  } else if constexpr (type == DType::Q3_K) {
+    const uint8_t* sc = b + 96;
     for (int i = 0; i < 2; ++i) {
       const int group = 2 * g + i;
-      const uint8_t* sc = b + 96;
       const int low = group < 8 ? sc[group] & 15 : sc[group - 8] >> 4;
       const int high = sc[8 + group % 4] >> (group / 4 * 2) & 3;
-      s[2 * out + i] = static_cast<uint8_t>(static_cast<int8_t>((low | high << 4) - 32));
+      to[i] = static_cast<uint8_t>(static_cast<int8_t>((low | high << 4) - 32));
     }
-    if (g < 2) d[out / 8 * 2 + g] = b[108 + g];
   } else if constexpr (type == DType::Q6_K) {
-    uint8_t high[32];
-    for (int i = 0; i < 32; ++i) {
-      const int e = g * 32 + i, half = e / 128, in = e % 128;
-      code[i] = b[half * 64 + in % 64] >> (in / 64 * 4) & 15;
-      high[i] = b[128 + half * 32 + in % 32] >> (in / 32 * 2) & 3;
-    }
-    for (int i = 0; i < 16; ++i) qo[i] = static_cast<uint8_t>(code[i] | code[16 + i] << 4);
-    for (int k = 0; k < 2; ++k) reinterpret_cast<uint32_t*>(h)[2 * out + k] = pack_two_bits(high, k);
-    s[2 * out] = b[192 + 2 * g], s[2 * out + 1] = b[193 + 2 * g];
-    if (g < 2) d[out / 8 * 2 + g] = b[208 + g];
-  } else if constexpr (type == DType::IQ2_XXS) {
-    for (int i = 0; i < 8; ++i) qo[i] = b[2 + g * 8 + i];
-    if (g < 2) d[out / 8 * 2 + g] = b[g];
+    to[0] = b[192 + 2 * g], to[1] = b[193 + 2 * g];
+  } else if constexpr (type == DType::Q4_K || type == DType::Q5_K) {
+    const uint8_t* sc = b + 4;
+    to[0] = static_cast<uint8_t>(g < 4 ? sc[g] & 63 : (sc[g + 4] & 15) | (sc[g - 4] >> 6) << 4);
+    to[1] = static_cast<uint8_t>(g < 4 ? sc[g + 4] & 63 : (sc[g + 4] >> 4) | (sc[g] >> 6) << 4);
+  } else if constexpr (type != DType::IQ2_XXS) {
+    for (int i = 0; i < L::kS / kTileBlocks; ++i) to[i] = b[i];
   }
+}
+
+// One thread per strip: reads the columns of its lane from four of the file's blocks, writes its words of the planes;
+// one in four writes the row's scales.
+template <DType type>
+__global__ void repack(const uint8_t* file, int64_t rows, int64_t blocks, Target to, uint8_t* q, uint8_t* h, uint8_t* s,
+                       uint8_t* d) {
+  using L = Layout<type>;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (index >= rows * to.tiles_k * 4) return;
+  const int t = static_cast<int>(index % 4);
+  const int64_t column = index / 4 % to.tiles_k, row = index / 4 / to.tiles_k;
+  const Place at = place_of(to, row);
+  const int64_t tile = at.tile_row * to.tiles_k + column;
+  constexpr int super = L::kD > 0 ? 8 : 1;
+  constexpr bool table = type == DType::MXFP4 || type == DType::IQ4_NL;
+  const uint8_t* from = file + row * (blocks / super) * kFileBytes<type>;
+  uint32_t quants[L::kQ] = {}, high[L::kH ? L::kH : 1] = {};
+  uint8_t scales[L::kS] = {};
+  for (int block = 0; block < kTileBlocks; ++block) {
+    const int64_t in_row = column * kTileBlocks + block;
+    if (in_row >= blocks) break;
+    const uint8_t* b = from + in_row / super * kFileBytes<type>;
+    const int g = static_cast<int>(in_row % super);
+    if constexpr (type == DType::IQ2_XXS) {
+      const uint8_t* group = b + 2 + 8 * g;
+      const uint32_t word =
+          static_cast<uint32_t>(group[4]) | group[5] << 8 | group[6] << 16 | static_cast<uint32_t>(group[7]) << 24;
+      const uint32_t seven = word >> (7 * t) & 127u;
+      const uint32_t signs = seven | (static_cast<uint32_t>(__popc(seven)) & 1u) << 7;
+      quants[0] |= static_cast<uint32_t>(group[t]) << (8 * block);
+      for (int c = 0; c < 8; ++c) quants[1] |= (signs >> c & 1u) << (4 * c + sign_bit(block));
+      scales[block / 2] |= static_cast<uint8_t>((word >> 28) << (4 * (block % 2)));
+    } else {
+      for (int c = 0; c < 8; ++c) {
+        const uint32_t code = code_of<type>(b, g, 8 * t + c);
+        const int byte = 8 * (c % 4), half = c / 4;
+        if constexpr (L::kQ == 8)
+          quants[2 * block + half] |= code << byte;
+        else if constexpr (table)
+          quants[block] |= code << (4 * c);
+        else if constexpr (L::kQ == 4)
+          quants[block] |= (code & 15u) << (byte + 4 * half);
+        else
+          quants[block / 2] |= (code & 3u) << (byte + 4 * (block % 2) + 2 * half);
+        if constexpr (L::kH == 1) high[0] |= (code >> (L::kQ == 2 ? 2 : 4) & 1u) << (byte + 2 * block + half);
+        if constexpr (L::kH == 2) high[block / 2] |= (code >> 4 & 3u) << (byte + 4 * (block % 2) + 2 * half);
+      }
+      if (t == 0) scales_of<type>(b, g, scales + block * (L::kS / kTileBlocks));
+    }
+  }
+  auto* words = reinterpret_cast<uint32_t*>(q);
+  for (int i = 0; i < L::kQ; ++i)
+    words[quant_word<L::kQ>(tile, at.slot, t, L::kQ == 8 ? i / 2 : i, L::kQ == 8 ? i % 2 : i)] = quants[i];
+  const int g = at.slot % 8, hi = at.slot / 8;
+  for (int i = 0; i < L::kH; ++i)
+    reinterpret_cast<uint32_t*>(h)[((tile * 32 + g * 4 + t) * 2 + hi) * L::kH + i] = high[i];
+  if (t != 0) return;
+  for (int i = 0; i < L::kS; ++i) s[((tile * 8 + g) * 2 + hi) * L::kS + i] = scales[i];
+  if (L::kD == 0 || column % 2 != 0) return;
+  constexpr int scale_at = type == DType::Q2_K ? 80 : type == DType::Q3_K ? 108 : type == DType::Q6_K ? 208 : 0;
+  const uint8_t* b = from + column / 2 * kFileBytes<type>;
+  const int64_t pair = at.tile_row * (to.tiles_k / 2) + column / 2;
+  for (int i = 0; i < L::kD; ++i) d[((pair * 8 + g) * 2 + hi) * L::kD + i] = b[scale_at + i];
 }
 
 // Rows of 2- or 4-byte elements to rows of another stride.
@@ -220,27 +267,37 @@ void fill_random(DType type, uint8_t* out, int64_t rows, int64_t cols, uint64_t 
   DS4_CUDA(cudaGetLastError());
 }
 
+// One thread per strip.
 template <DType type>
-__global__ void decode_rows(Planes p, int64_t blocks, const int32_t* ids, int64_t first_row, int64_t rows, float* out,
-                            int64_t stride) {
-  __shared__ uint2 grid[256];
+__global__ void decode_rows(Planes p, Target from, int64_t cols, const int32_t* ids, int64_t first_row, int64_t rows,
+                            float* out, int64_t stride) {
+  __shared__ Grid<1> grid;
   if constexpr (type == DType::IQ2_XXS) {
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) grid[i] = p.grid[i];
+    grid.fill(p);
     __syncthreads();
   }
   const int64_t row = (ids ? ids[blockIdx.y] : blockIdx.y) - first_row;
   if (row < 0 || row >= rows) return;
-  const int64_t b = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (b >= blocks) return;
-  const int64_t block = row * blocks + b;
-  const Block w = decode_block<type>(load_block<type>(p, block), block, grid);
-  float* to = out + blockIdx.y * stride + b * 32;
-  for (int i = 0; i < 32; ++i) {
-    const int code = static_cast<int8_t>(w.q[i / 4] >> (8 * (i % 4)) & 255) - Layout<type>::kZero;
-    const bool second = Layout<type>::kHalves && i >= 16;
-    float v = (second ? w.d1 : w.d0) * static_cast<float>(code);
-    if (Layout<type>::kMin) v = v + (second ? w.m1 : w.m0);
-    to[i] = v;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, column = index / 4;
+  if (column >= from.tiles_k) return;
+  const Place at = place_of(from, row);
+  const int t = static_cast<int>(index % 4), lane = at.slot % 8 * 4 + t, hi = at.slot / 8;
+  const RawTile<type> raw =
+      load_tile<type>(p, at.tile_row * from.tiles_k + column, at.tile_row * (from.tiles_k / 2) + column / 2, lane);
+#pragma unroll
+  for (int block = 0; block < kTileBlocks; ++block) {
+    const int64_t first = column * kTileCols + block * 32 + 8 * t;
+    if (first >= cols) break;
+    Fragment f;
+    decode_block<type>(raw, block, grid, lane, f);
+    const bool second = t >= 2;
+    const float d = Layout<type>::kHalves && second ? f.e[hi] : f.d[hi];
+    for (int c = 0; c < 8; ++c) {
+      const uint32_t word = static_cast<uint32_t>(c < 4 ? f.a[hi] : f.a[2 + hi]);
+      float v = d * static_cast<float>(static_cast<int8_t>(word >> (8 * (c % 4)) & 255u));
+      if (Layout<type>::kMin) v = v + f.m[hi][second];
+      out[blockIdx.y * stride + first + c] = v;
+    }
   }
 }
 
@@ -283,18 +340,15 @@ const float* vector_of(const Weight& w, int64_t n, const char* what) {
 }
 
 Uploader::Uploader(const Device& device, bool synthetic) : device_(device), synthetic_(synthetic) {
-  std::vector<uint2> grid(256);
-  for (size_t i = 0; i < 256; ++i) {
-    uint32_t v[2] = {0, 0};
-    for (size_t k = 0; k < 8; ++k) v[k / 4] |= uint32_t{kIq2Values[kIq2Grid[i] >> (2 * k) & 3]} << (8 * (k % 4));
-    grid[i] = {v[0], v[1]};
-  }
-  grid_ = DeviceBuffer(device, grid.size() * sizeof(uint2), DeviceBuffer::Lasting);
+  std::vector<uint32_t> grid(256);
+  for (size_t i = 0; i < 256; ++i)
+    for (size_t k = 0; k < 8; ++k) grid[i] |= (uint32_t{kIq2Grid[i]} >> (2 * k) & 3u) << (4 * k);
+  grid_ = DeviceBuffer(device, grid.size() * sizeof(uint32_t), DeviceBuffer::Lasting);
   DS4_CUDA(cudaMemcpyAsync(grid_.as(), grid.data(), grid_.bytes(), cudaMemcpyHostToDevice, device.stream()));
   device.synchronize();
 }
 
-std::unique_ptr<CudaWeight> Uploader::load(std::span<const MatrixView> parts, bool interleave) {
+std::unique_ptr<CudaWeight> Uploader::load(std::span<const MatrixView> parts, bool interleave, int64_t slabs) {
   require(!parts.empty(), "load of no parts");
   int64_t rows = 0;
   for (const MatrixView& p : parts) {
@@ -331,16 +385,28 @@ std::unique_ptr<CudaWeight> Uploader::load(std::span<const MatrixView> parts, bo
     w->segments.back().rows += p.rows;
     row += p.rows;
   }
-  require(!interleave || (w->segments.size() == 1 && parts.size() % 2 == 0), "interleaved parts of different types");
+  require(!interleave || (w->segments.size() == 1 && static_cast<int64_t>(parts.size()) == 2 * slabs),
+          "interleaved parts of different types");
+  require(slabs == 1 || (w->segments.size() == 1 && rows % slabs == 0), "slabs of different types or sizes");
   for (Segment& s : w->segments) {
     const bool blocks = with_block_format(s.type, [&](auto type) {
       using L = Layout<type.value>;
-      const int64_t n = s.rows * cols / 32;
+      s.paired = interleave;
+      s.slabs = slabs;
+      s.slab_rows = s.rows / slabs;
+      s.tiles_m = interleave ? (s.slab_rows / 2 + 7) / 8 : (s.slab_rows + kTileRows - 1) / kTileRows;
+      s.tiles_k = (cols + kTileCols - 1) / kTileCols;
+      require(L::kD == 0 || s.tiles_k % 2 == 0, "superblocks that do not fill a row");
+      require(s.tiles_m <= INT32_MAX && s.tiles_k <= INT32_MAX, "a matrix of too many rows");
+      const int64_t tile_rows = s.slabs * s.tiles_m, tiles = tile_rows * s.tiles_k;
       const auto plane = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-      const int64_t q = plane(n * L::kQ), h = plane(n * L::kH), sc = plane(n * L::kS), d = plane(n / 8 * L::kD);
+      const int64_t q = plane(tiles * 256 * L::kQ), h = plane(tiles * 256 * L::kH), sc = plane(tiles * 16 * L::kS),
+                    d = plane(tile_rows * (s.tiles_k / 2) * 16 * L::kD);
       s.memory = DeviceBuffer(device_, static_cast<size_t>(q + h + sc + d), DeviceBuffer::Lasting);
+      if (tile_rows * kTileRows != s.rows || s.tiles_k * kTileCols != cols)
+        DS4_CUDA(cudaMemsetAsync(s.memory.as(), 0, s.memory.bytes(), device_.stream()));
       const auto* base = s.memory.as<uint8_t>();
-      s.planes = {base, base + q, base + q + h, base + q + h + sc, grid_.as<uint2>()};
+      s.planes = {base, base + q, base + q + h, base + q + h + sc, grid_.as<uint32_t>()};
     });
     if (!blocks) {
       s.stride = (cols + 7) / 8 * 8;
@@ -357,16 +423,18 @@ std::unique_ptr<CudaWeight> Uploader::load(std::span<const MatrixView> parts, bo
     while (row >= w->segments[segment].first_row + w->segments[segment].rows) ++segment;
     const Segment& s = w->segments[segment];
     const int64_t in = row - s.first_row;
-    if (interleave)
-      fill(parts[i], s, i % 2 == 0 ? in : in - parts[i].rows + 1, 2);
+    if (!interleave)
+      fill(parts[i], s, in, 1, -1);
+    else if (s.stride)
+      fill(parts[i], s, i % 2 == 0 ? in : in - parts[i].rows + 1, 2, -1);
     else
-      fill(parts[i], s, in, 1);
+      fill(parts[i], s, static_cast<int64_t>(i / 2), 1, static_cast<int>(i % 2));
     row += parts[i].rows;
   }
   return w;
 }
 
-void Uploader::fill(const MatrixView& part, const Segment& to, int64_t first, int64_t step) {
+void Uploader::fill(const MatrixView& part, const Segment& to, int64_t first, int64_t step, int half) {
   const size_t each = row_bytes(part.type, part.cols);
   const int64_t per_piece = std::max<int64_t>(1, static_cast<int64_t>(kPiece / each));
   const auto* file = static_cast<const std::byte*>(part.data);
@@ -391,11 +459,11 @@ void Uploader::fill(const MatrixView& part, const Segment& to, int64_t first, in
       DS4_CUDA(cudaMemcpyAsync(staged, lane.host.data(), bytes, cudaMemcpyHostToDevice, device_.stream()));
     }
     const bool blocks = with_block_format(part.type, [&](auto type) {
-      const int64_t row_blocks = part.cols / 32;
-      const Target target{first + r * step, step, row_blocks};
+      const Target target{half < 0 ? first + r : r, half < 0 ? 0 : first, to.slab_rows, to.tiles_m, to.tiles_k, half};
       const auto plane = [](const uint8_t* p) { return const_cast<uint8_t*>(p); };
-      repack<type.value><<<blocks_of(n * row_blocks, 128), 128, 0, device_.stream()>>>(
-          staged, n, target, plane(to.planes.q), plane(to.planes.h), plane(to.planes.s), plane(to.planes.d));
+      repack<type.value><<<blocks_of(n * to.tiles_k * 4, 128), 128, 0, device_.stream()>>>(
+          staged, n, part.cols / 32, target, plane(to.planes.q), plane(to.planes.h), plane(to.planes.s),
+          plane(to.planes.d));
     });
     if (!blocks) {
       const int64_t total = n * part.cols;
@@ -434,9 +502,9 @@ void launch_rows(const Device& device, const CudaWeight& w, const int32_t* ids, 
     const int32_t* from = ids ? ids + first : nullptr;
     for (const Segment& s : w.segments) {
       const bool blocks = with_block_format(s.type, [&](auto type) {
-        const int64_t row_blocks = w.cols() / 32;
-        decode_rows<type.value><<<dim3(blocks_of(row_blocks, 128), count), 128, 0, device.stream()>>>(
-            s.planes, row_blocks, from, s.first_row, s.rows, to, out_stride);
+        const Target target{0, 0, s.slab_rows, s.tiles_m, s.tiles_k, -1};
+        decode_rows<type.value><<<dim3(blocks_of(s.tiles_k * 4, 128), count), 128, 0, device.stream()>>>(
+            s.planes, target, w.cols(), from, s.first_row, s.rows, to, out_stride);
       });
       if (blocks) continue;
       const dim3 grid(blocks_of(w.cols()), count);

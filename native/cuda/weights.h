@@ -1,4 +1,4 @@
-// Weights in device memory: block formats in planes (formats.h), float types as rows.
+// Weights in device memory: block formats in tiles (formats.h), float types as rows.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,10 @@ struct Segment {
   int64_t rows = 0;
   int64_t stride = 0;  // float types: elements from row to row, a multiple of 8, zero behind the columns
   DeviceBuffer memory;
+  // Block formats: slabs of slab_rows rows, each in tiles_m x tiles_k tiles; `paired`: gates and ups share tiles.
   Planes planes{};
+  bool paired = false;
+  int64_t slabs = 1, slab_rows = 0, tiles_m = 0, tiles_k = 0;
 };
 
 class Uploader;
@@ -33,9 +36,8 @@ class CudaWeight final : public Weight {
   const int32_t* table() const { return table_.as<int32_t>(); }
 
   std::vector<Segment> segments;
-  // SwiGLU: rows 2r and 2r + 1 are gate r and up r. Otherwise gates stand before ups.
+  // SwiGLU: gates and ups stand side by side. Otherwise gates stand before ups.
   bool interleaved = false;
-  int64_t groups = 1;
 
  private:
   friend class Uploader;
@@ -52,8 +54,9 @@ class Uploader {
  public:
   Uploader(const Device& device, bool synthetic);
   // Parts stacked along rows. `interleave`: parts come in pairs of one shape and type, row r of a pair's first part
-  // becomes row 2r of the pair, row r of the second 2r + 1.
-  std::unique_ptr<CudaWeight> load(std::span<const MatrixView> parts, bool interleave);
+  // becomes row 2r of the pair, row r of the second 2r + 1 (block formats: both share a tile). `slabs`: experts, or
+  // groups of rows that read different columns.
+  std::unique_ptr<CudaWeight> load(std::span<const MatrixView> parts, bool interleave, int64_t slabs = 1);
   std::unique_ptr<CudaWeight> load_table(const MatrixView& view);
 
  private:
@@ -62,7 +65,7 @@ class Uploader {
     DeviceBuffer device;
     std::unique_ptr<Event> done;
   };
-  void fill(const MatrixView& part, const Segment& to, int64_t first, int64_t step);
+  void fill(const MatrixView& part, const Segment& to, int64_t first, int64_t step, int half);
   const Device& device_;
   bool synthetic_;
   DeviceBuffer grid_;
