@@ -136,12 +136,9 @@ struct RawTile {
   uint32_t d[L::kD ? L::kD / 2 : 1];
 };
 
-// A block's share of a lane as the A operand of mma.m16n8k32: a[0], a[2] of row g, a[1], a[3] of row g + 8. The byte
-// that the instruction calls k = 4t + i is column 8t + i, and k = 16 + 4t + i is column 8t + 4 + i.
-struct Fragment {
-  int a[4];
-  float d[2], e[2];  // of rows g and g + 8
-  float m[2][2];     // [row][half of the block]
+// Scales of one block of one row; `e` and `m1` of its second 16 columns, where the format has them.
+struct Scales {
+  float d, e, m0, m1;
 };
 
 // Weights are read once: they do not push activations out of the cache.
@@ -169,31 +166,47 @@ __device__ __forceinline__ void load_words(uint32_t (&to)[N], const uint8_t* fro
   }
 }
 
-// `super`: number of the tile pair that holds the tile, for formats with superblocks.
+// Lane's addresses in the planes. `super`: number of the tile pair that holds the tile, for formats with superblocks.
 template <DType type>
-__device__ __forceinline__ RawTile<type> load_tile(const Planes& p, int64_t tile, int64_t super, int lane) {
+struct TileReader {
   using L = Layout<type>;
-  RawTile<type> r;
-  const uint4* q = reinterpret_cast<const uint4*>(p.q) + tile * (16 * L::kQ) + lane;
-#pragma unroll
-  for (int i = 0; i < L::kQ / 2; ++i) {
-    const uint4 v = stream_load(q + 32 * i);
-    r.q[4 * i] = v.x, r.q[4 * i + 1] = v.y, r.q[4 * i + 2] = v.z, r.q[4 * i + 3] = v.w;
+  const uint8_t *q, *h, *s, *d;
+  __device__ __forceinline__ TileReader(const Planes& p, int lane)
+      : q(p.q + lane * 16),
+        h(p.h + lane * (8 * L::kH)),
+        s(p.s + lane / 4 * (2 * L::kS)),
+        d(p.d + lane / 4 * (2 * L::kD)) {}
+  __device__ __forceinline__ void quants(RawTile<type>& r, uint32_t tile, int load) const {
+    const uint4 v =
+        stream_load(reinterpret_cast<const uint4*>(q + static_cast<uint64_t>(tile) * (256 * L::kQ)) + 32 * load);
+    r.q[4 * load] = v.x, r.q[4 * load + 1] = v.y, r.q[4 * load + 2] = v.z, r.q[4 * load + 3] = v.w;
   }
-  if constexpr (L::kH > 0) load_words(r.h, p.h + (tile * 32 + lane) * (8 * L::kH));
-  load_words(r.s, p.s + (tile * 8 + lane / 4) * (2 * L::kS));
-  if constexpr (L::kD > 0) load_words(r.d, p.d + (super * 8 + lane / 4) * (2 * L::kD));
-  return r;
-}
+  __device__ __forceinline__ void scales(RawTile<type>& r, uint32_t tile, uint32_t super) const {
+    load_words(r.s, s + static_cast<uint64_t>(tile) * (16 * L::kS));
+    if constexpr (L::kD > 0) load_words(r.d, d + static_cast<uint64_t>(super) * (16 * L::kD));
+  }
+  __device__ __forceinline__ void all(RawTile<type>& r, uint32_t tile, uint32_t super) const {
+#pragma unroll
+    for (int i = 0; i < L::kQ / 2; ++i) quants(r, tile, i);
+    if constexpr (L::kH > 0) load_words(r.h, h + static_cast<uint64_t>(tile) * (256 * L::kH));
+    scales(r, tile, super);
+  }
+};
 
 __device__ __forceinline__ float half_bits(uint32_t bits) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t select) {
+  uint32_t v;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(select));
+  return v;
+}
+
 // Four entries of a table of 16 bytes, selected by four nibbles.
-__device__ __forceinline__ int table16(uint32_t nibbles, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3) {
-  const uint32_t low = __byte_perm(t0, t1, nibbles & 0x7777u), high = __byte_perm(t2, t3, nibbles & 0x7777u);
-  return static_cast<int>(__byte_perm(low, high, 0x3210u | (nibbles & 0x8888u) >> 1));
+__device__ __forceinline__ uint32_t table16(uint32_t nibbles, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3) {
+  const uint32_t low = permute(t0, t1, nibbles & 0x7777u), high = permute(t2, t3, nibbles & 0x7777u);
+  return permute(low, high, 0x3210u | (nibbles & 0x8888u) >> 1);
 }
 
 // The code book in shared memory, kCopies times: copy c of an entry stands at word kCopies * index + c, so that lanes
@@ -204,16 +217,23 @@ struct Grid {
   __device__ __forceinline__ void fill(const Planes& p) {
     for (int i = threadIdx.x; i < 256 * kCopies; i += blockDim.x) word[i] = __ldg(p.grid + i / kCopies);
   }
+  // The address of the lane's copy in shared memory.
+  __device__ __forceinline__ uint32_t address(int lane) const {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(word)) + lane % kCopies * 4;
+  }
 };
-
 template <>
 struct Grid<0> {
   uint32_t word[1];
+  __device__ __forceinline__ void fill(const Planes&) {}
+  __device__ __forceinline__ uint32_t address(int) const { return 0; }
 };
 
+// A block's share of a lane as the A operand of mma.m16n8k32: a[0], a[2] of row g, a[1], a[3] of row g + 8. The byte
+// that the instruction calls k = 4t + i is column 8t + i, and k = 16 + 4t + i is column 8t + 4 + i. `grid`: what
+// Grid<kCopies>::address gave.
 template <DType type, int kCopies>
-__device__ __forceinline__ void decode_block(const RawTile<type>& r, int block, const Grid<kCopies>& grid, int lane,
-                                             Fragment& f) {
+__device__ __forceinline__ void decode_codes(const RawTile<type>& r, int block, uint32_t grid, int lane, int (&a)[4]) {
   using L = Layout<type>;
   constexpr bool table = type == DType::MXFP4 || type == DType::IQ4_NL;
 #pragma unroll
@@ -227,21 +247,16 @@ __device__ __forceinline__ void decode_block(const RawTile<type>& r, int block, 
       for (int half = 0; half < 2; ++half) {
         const uint32_t nibbles = half ? v >> 16 : v & 0xFFFFu;
         // Twice the E2M1 values; the code book of IQ4_NL.
-        w[half] = static_cast<uint32_t>(type == DType::MXFP4
-                                            ? table16(nibbles, 0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu)
-                                            : table16(nibbles, 0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u));
+        w[half] = type == DType::MXFP4 ? table16(nibbles, 0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu)
+                                       : table16(nibbles, 0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u);
       }
     } else if constexpr (L::kQ == 4) {
       const uint32_t v = r.q[4 * hi + block];
       w[0] = v & 0x0F0F0F0Fu, w[1] = v >> 4 & 0x0F0F0F0Fu;
     } else if constexpr (type == DType::IQ2_XXS) {
-      const uint32_t index = r.q[2 * hi], sign = r.q[2 * hi + 1];
-      constexpr uint32_t mask = 255u * kCopies * 4;
-      constexpr int up = kCopies == 16 ? 6 : kCopies == 8 ? 5 : 2;
-      static_assert(4 * kCopies == 1 << up);
-      const uint32_t at = (block == 0 ? index << up : index >> (8 * block - up)) & mask;
-      const uint32_t own = kCopies > 1 ? (static_cast<uint32_t>(lane) % kCopies) * 4 : 0;
-      const uint32_t entry = *reinterpret_cast<const uint32_t*>(reinterpret_cast<const char*>(grid.word) + (at | own));
+      const uint32_t index = permute(r.q[2 * hi], 0, 0x4440u + static_cast<uint32_t>(block)), sign = r.q[2 * hi + 1];
+      uint32_t entry;
+      asm("ld.shared.u32 %0, [%1];" : "=r"(entry) : "r"(index * (4 * kCopies) + grid));
       const uint32_t s = (block == 0   ? sign
                           : block == 1 ? sign >> 1
                           : block == 2 ? sign << 1
@@ -249,8 +264,8 @@ __device__ __forceinline__ void decode_block(const RawTile<type>& r, int block, 
                          0x44444444u;
       const uint32_t select = entry ^ s;
       // Bytes 0 .. 2: the magnitudes, 4 .. 6: their negatives.
-      w[0] = __byte_perm(0x002B1908u, 0x00D5E7F8u, select);
-      w[1] = __byte_perm(0x002B1908u, 0x00D5E7F8u, select >> 16);
+      w[0] = permute(0x002B1908u, 0x00D5E7F8u, select);
+      w[1] = permute(0x002B1908u, 0x00D5E7F8u, select >> 16);
     } else {
       const uint32_t v = r.q[2 * hi + block / 2];
       w[0] = v >> (4 * (block % 2)) & 0x03030303u, w[1] = v >> (4 * (block % 2) + 2) & 0x03030303u;
@@ -270,41 +285,53 @@ __device__ __forceinline__ void decode_block(const RawTile<type>& r, int block, 
       w[0] = ((w[0] | 0x80808080u) - zero) ^ 0x80808080u;
       w[1] = ((w[1] | 0x80808080u) - zero) ^ 0x80808080u;
     }
-
-    if constexpr (type == DType::MXFP4) {
-      const uint32_t e = r.s[hi] >> (8 * block) & 255u;
-      f.d[hi] = __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
-    } else if constexpr (type == DType::Q4_1 || type == DType::Q5_1) {
-      const uint32_t s = r.s[4 * hi + block];
-      f.d[hi] = half_bits(s & 0xFFFFu);
-      f.m[hi][0] = f.m[hi][1] = half_bits(s >> 16);
-    } else if constexpr (L::kD == 0) {
-      const uint32_t s = r.s[2 * hi + block / 2];
-      f.d[hi] = half_bits(block % 2 ? s >> 16 : s & 0xFFFFu);
-    } else if constexpr (type == DType::Q2_K) {
-      const uint32_t s = r.s[2 * hi + block / 2] >> (16 * (block % 2));
-      f.d[hi] = half_bits(r.d[hi] & 0xFFFFu);
-      const float dmin = half_bits(r.d[hi] >> 16);
-      const uint32_t scale = (lane & 2 ? s >> 8 : s) & 15u;
-      w[0] *= scale, w[1] *= scale;
-      f.m[hi][0] = -(dmin * static_cast<float>(s >> 4 & 15u));
-      f.m[hi][1] = -(dmin * static_cast<float>(s >> 12 & 15u));
-    } else if constexpr (type == DType::Q3_K || type == DType::Q6_K) {
-      const uint32_t s = r.s[2 * hi + block / 2] >> (16 * (block % 2));
-      const float d = half_bits(hi ? r.d[0] >> 16 : r.d[0] & 0xFFFFu);
-      f.d[hi] = d * static_cast<float>(static_cast<int8_t>(s & 255u));
-      f.e[hi] = d * static_cast<float>(static_cast<int8_t>(s >> 8 & 255u));
-    } else if constexpr (type == DType::Q4_K || type == DType::Q5_K) {
-      const uint32_t s = r.s[2 * hi + block / 2] >> (16 * (block % 2));
-      f.d[hi] = half_bits(r.d[hi] & 0xFFFFu) * static_cast<float>(s & 255u);
-      f.m[hi][0] = f.m[hi][1] = -(half_bits(r.d[hi] >> 16) * static_cast<float>(s >> 8 & 255u));
-    } else if constexpr (type == DType::IQ2_XXS) {
-      const float quarter = half_bits(hi ? r.d[0] >> 16 : r.d[0] & 0xFFFFu) * 0.25f;
-      f.d[hi] = quarter * (0.5f + static_cast<float>(r.s[0] >> (16 * hi + 4 * block) & 15u));
+    if constexpr (type == DType::Q2_K) {
+      const uint32_t s = r.s[2 * hi + block / 2] >> (lane & 2 ? 16 * (block % 2) + 8 : 16 * (block % 2)) & 15u;
+      w[0] *= s, w[1] *= s;
     }
-    f.a[hi] = static_cast<int>(w[0]);
-    f.a[2 + hi] = static_cast<int>(w[1]);
+    a[hi] = static_cast<int>(w[0]);
+    a[2 + hi] = static_cast<int>(w[1]);
   }
+}
+
+// Of row g (hi = 0) or g + 8 of a lane; `block` may be the lane's own number.
+template <DType type>
+__device__ __forceinline__ Scales decode_scales(const RawTile<type>& r, int hi, int block) {
+  using L = Layout<type>;
+  Scales v{};
+  // Two bytes of the block, from two words of a row.
+  const auto two_bytes = [&] { return (block & 2 ? r.s[2 * hi + 1] : r.s[2 * hi]) >> (16 * (block & 1)) & 0xFFFFu; };
+  if constexpr (type == DType::MXFP4) {
+    const uint32_t e = r.s[hi] >> (8 * block) & 255u;
+    v.d = __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+  } else if constexpr (type == DType::Q4_1 || type == DType::Q5_1) {
+    const uint32_t low = block & 1 ? r.s[4 * hi + 1] : r.s[4 * hi],
+                   high = block & 1 ? r.s[4 * hi + 3] : r.s[4 * hi + 2];
+    const uint32_t s = block & 2 ? high : low;
+    v.d = half_bits(s & 0xFFFFu);
+    v.m0 = v.m1 = half_bits(s >> 16);
+  } else if constexpr (L::kD == 0) {
+    v.d = half_bits(two_bytes());
+  } else if constexpr (type == DType::Q2_K) {
+    const uint32_t s = two_bytes();
+    v.d = half_bits(r.d[hi] & 0xFFFFu);
+    const float dmin = half_bits(r.d[hi] >> 16);
+    v.m0 = -(dmin * static_cast<float>(s >> 4 & 15u));
+    v.m1 = -(dmin * static_cast<float>(s >> 12 & 15u));
+  } else if constexpr (type == DType::Q3_K || type == DType::Q6_K) {
+    const uint32_t s = two_bytes();
+    const float d = half_bits(hi ? r.d[0] >> 16 : r.d[0] & 0xFFFFu);
+    v.d = d * static_cast<float>(static_cast<int8_t>(s & 255u));
+    v.e = d * static_cast<float>(static_cast<int8_t>(s >> 8 & 255u));
+  } else if constexpr (type == DType::Q4_K || type == DType::Q5_K) {
+    const uint32_t s = two_bytes();
+    v.d = half_bits(r.d[hi] & 0xFFFFu) * static_cast<float>(s & 255u);
+    v.m0 = v.m1 = -(half_bits(r.d[hi] >> 16) * static_cast<float>(s >> 8 & 255u));
+  } else {
+    const float d = half_bits(hi ? r.d[0] >> 16 : r.d[0] & 0xFFFFu);
+    v.d = d * 0.25f * (0.5f + static_cast<float>(r.s[0] >> (16 * hi + 4 * block) & 15u));
+  }
+  return v;
 }
 
 #endif

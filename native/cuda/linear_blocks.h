@@ -17,50 +17,113 @@ constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
 constexpr int kChainTiles = 4;
 
-// c = a b as sums of 32 products; with `kMagic` added, which as bits of a float is 1.5 * 2^23 plus the sum.
-constexpr int kMagic = 0x4B400000;
-__device__ __forceinline__ void multiply(int (&c)[4], const int (&a)[4], uint2 b) {
+// c = a b as sums of 32 products, on top of a bias that makes them the bits of a float: 1.5 * 2^23 plus the sum. The
+// four registers of the bias are opaque to the compiler, which would else write them anew for every product.
+struct Bias {
+  int v[4];
+  __device__ __forceinline__ Bias() {
+#pragma unroll
+    for (int& x : v) asm volatile("mov.b32 %0, 0x4B400000;" : "=r"(x));
+  }
+};
+__device__ __forceinline__ void multiply(int (&c)[4], const int (&a)[4], uint2 b, const Bias& bias) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%10, %10, %10, %10};"
+      "{%10, %11, %12, %13};"
       : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(kMagic));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(bias.v[0]), "r"(bias.v[1]), "r"(bias.v[2]),
+        "r"(bias.v[3]));
 }
 __device__ __forceinline__ float sum_of(int c) {
   return __int_as_float(c) - 12582912.0f;  // exact: sums are below 2^22
 }
-
-// Adds one block: acc[2r + i] is of row g + 8r and token i of the lane's two. `dx`: the tokens' scales; `sums`: theirs
-// times the sums of their first and second 16 codes.
-template <DType type, bool kOne>
-__device__ __forceinline__ void add_block(float (&acc)[4], const Fragment& f, int lane, uint2 b, float2 dx,
-                                          float4 sums) {
-  using L = Layout<type>;
-  int c[4];
-  const auto add = [&](const float (&d)[2]) {
+// The operand with the columns of the other half of the block taken out.
+__device__ __forceinline__ void half_of(const int (&a)[4], bool keep, int (&to)[4]) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      acc[2 * r] = fmaf(sum_of(c[2 * r]), d[r] * dx.x, acc[2 * r]);
-      if (!kOne) acc[2 * r + 1] = fmaf(sum_of(c[2 * r + 1]), d[r] * dx.y, acc[2 * r + 1]);
-    }
+  for (int i = 0; i < 4; ++i) to[i] = keep ? a[i] : 0;
+}
+__device__ __forceinline__ float from_lane(float v, int lane) {
+  return __shfl_sync(0xFFFFFFFFu, v, lane);
+}
+
+// The scales of a tile, lane 4g + t holding those of block t of rows g and g + 8.
+template <DType type>
+struct OwnScales {
+  Scales row[2];
+  __device__ __forceinline__ OwnScales(const RawTile<type>& raw, int lane) {
+    row[0] = decode_scales<type>(raw, 0, lane % 4);
+    row[1] = decode_scales<type>(raw, 1, lane % 4);
+  }
+};
+
+// Adds one block for rows g and g + 8 and two tokens: acc[2r + i] += d_r x_i sum (and the second half's likewise), then
+// the minimums' share. The order of these is part of a result's bits; `add_single` follows it.
+template <DType type>
+__device__ __forceinline__ void add_block(float (&acc)[4], const int (&a)[4], const Scales& s0, const Scales& s1,
+                                          int lane, uint2 b, float2 dx, float4 sums, const Bias& bias) {
+  using L = Layout<type>;
+  int c[4] = {};
+  const auto add = [&](float d0, float d1) {
+    acc[0] = fmaf(sum_of(c[0]), d0 * dx.x, acc[0]);
+    acc[1] = fmaf(sum_of(c[1]), d0 * dx.y, acc[1]);
+    acc[2] = fmaf(sum_of(c[2]), d1 * dx.x, acc[2]);
+    acc[3] = fmaf(sum_of(c[3]), d1 * dx.y, acc[3]);
   };
   if constexpr (L::kHalves) {
-    const bool second = lane & 2;
-    const int first_half[4] = {second ? 0 : f.a[0], second ? 0 : f.a[1], second ? 0 : f.a[2], second ? 0 : f.a[3]};
-    const int second_half[4] = {second ? f.a[0] : 0, second ? f.a[1] : 0, second ? f.a[2] : 0, second ? f.a[3] : 0};
-    multiply(c, first_half, b);
-    add(f.d);
-    multiply(c, second_half, b);
-    add(f.e);
+    int half[4];
+    half_of(a, !(lane & 2), half);
+    multiply(c, half, b, bias);
+    add(s0.d, s1.d);
+    half_of(a, lane & 2, half);
+    multiply(c, half, b, bias);
+    add(s0.e, s1.e);
   } else {
-    multiply(c, f.a, b);
-    add(f.d);
+    multiply(c, a, b, bias);
+    add(s0.d, s1.d);
   }
   if constexpr (L::kMin) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      acc[2 * r] = fmaf(f.m[r][1], sums.y, fmaf(f.m[r][0], sums.x, acc[2 * r]));
-      if (!kOne) acc[2 * r + 1] = fmaf(f.m[r][1], sums.w, fmaf(f.m[r][0], sums.z, acc[2 * r + 1]));
-    }
+    acc[0] = acc[0] + fmaf(s0.m1, sums.y, s0.m0 * sums.x);
+    acc[1] = acc[1] + fmaf(s0.m1, sums.w, s0.m0 * sums.z);
+    acc[2] = acc[2] + fmaf(s1.m1, sums.y, s1.m0 * sums.x);
+    acc[3] = acc[3] + fmaf(s1.m1, sums.w, s1.m0 * sums.z);
+  }
+}
+
+// One token: what add_block multiplies for a block is multiplied by the lane that owns it.
+struct Products {
+  float d, e, m;
+};
+template <DType type>
+__device__ __forceinline__ Products products_of(const Scales& s, float dx, float2 sums) {
+  using L = Layout<type>;
+  Products p{s.d * dx, 0.0f, 0.0f};
+  if (L::kHalves) p.e = s.e * dx;
+  if (L::kMin) p.m = fmaf(s.m1, sums.y, s.m0 * sums.x);
+  return p;
+}
+template <DType type>
+__device__ __forceinline__ void add_single(float (&acc)[4], const int (&a)[4], const Products& p0, const Products& p1,
+                                           int lane, int from, uint2 b, const Bias& bias) {
+  using L = Layout<type>;
+  int c[4] = {};
+  const auto add = [&](float d0, float d1) {
+    acc[0] = fmaf(sum_of(c[0]), from_lane(d0, from), acc[0]);
+    acc[2] = fmaf(sum_of(c[2]), from_lane(d1, from), acc[2]);
+  };
+  if constexpr (L::kHalves) {
+    int half[4];
+    half_of(a, !(lane & 2), half);
+    multiply(c, half, b, bias);
+    add(p0.d, p1.d);
+    half_of(a, lane & 2, half);
+    multiply(c, half, b, bias);
+    add(p0.e, p1.e);
+  } else {
+    multiply(c, a, b, bias);
+    add(p0.d, p1.d);
+  }
+  if constexpr (L::kMin) {
+    acc[0] = acc[0] + from_lane(p0.m, from);
+    acc[2] = acc[2] + from_lane(p1.m, from);
   }
 }
 
@@ -155,173 +218,229 @@ struct Leaders {
 };
 
 // Few rows of activations: weights stream from memory into registers and on into the matrix units. A warp computes one
-// chain of a tile row; blocks of threads stay and take one tile row (or as many as their warps have chains for) after
-// the other, the next weights on their way while these are computed. kOne: one row of activations for every slab.
+// chain of one tile row (of two where blocks are small); blocks of threads stay and take the next tile rows when they
+// are done, the weights on their way while others are computed. kOne: one row of activations for every slab.
 template <DType type, int NT, bool kOne>
-__global__ void __launch_bounds__(kBlockThreads, NT >= 4                            ? 1
-                                                 : Layout<type>::kQ == 8 || NT == 2 ? 2
-                                                                                    : 3)
-    stream_blocks(Planes w, Activations x, LinearArgs p) {
-  constexpr int kRing = Layout<type>::kQ == 8 ? 2 : 4;
+__global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(Planes w, Activations x, LinearArgs p) {
+  using L = Layout<type>;
+  constexpr int kRows = L::kQ < 8 && NT == 1 ? 2 : 1;  // tile rows of a warp
+  constexpr int kRing = L::kQ == 8 ? 2 : 4;            // tiles on their way
+  constexpr int kTiles = kChainTiles * kRows;
   constexpr int kCopies = type == DType::IQ2_XXS ? (NT == 1 ? 16 : 8) : 0;
   constexpr bool kLeads = NT == 1 && !kOne;
   struct Unit {
-    int64_t tile, super;
-    int chain, tiles, tile_row;
+    uint32_t tile, super;
+    int chain, tiles, rows;
   };
-  __shared__ float part[2][kBlockWarps][NT * 128];
+  // An item: a slab (or a leader of pairs) and a group of tile rows.
+  struct Item {
+    int lead, group;
+  };
+  __shared__ float part[2][kBlockWarps][kRows * NT * 128];
   __shared__ Grid<kCopies> grid;
   __shared__ Leaders leaders;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int chains = (p.tiles_k + kChainTiles - 1) / kChainTiles, at_once = min(chains, kBlockWarps);
-  const int passes = (chains + at_once - 1) / at_once, tile_rows = kBlockWarps / at_once;
-  const int groups = (p.tiles_m + tile_rows - 1) / tile_rows, sub = warp / at_once;
-  int items = p.slabs * groups;
+  const int passes = (chains + at_once - 1) / at_once, warp_rows = kBlockWarps / at_once;
+  const int groups = (p.tiles_m + warp_rows * kRows - 1) / (warp_rows * kRows), sub = warp / at_once;
+  const TileReader<type> reader(w, lane);
+  int leads = p.slabs;
   if (p.experts) {
     begin_kernel();  // whose experts to read is the result of the kernel before
-    items = p.n_items * groups;
+    leads = static_cast<int>(p.n_items);
     if constexpr (kLeads) {
-      leaders.find(p.experts, static_cast<int>(p.n_items), reinterpret_cast<int*>(part));
-      items = leaders.count * groups;
+      leaders.find(p.experts, leads, reinterpret_cast<int*>(part));
+      leads = leaders.count;
     }
   }
-  const auto slab_of = [&](int item) {
-    const int i = item / groups;
-    if (!p.experts) return i;
-    return kLeads ? leaders.expert[i] : p.experts[i];
+  const auto slab_of = [&](int lead) {
+    if (!p.experts) return lead;
+    if constexpr (kLeads) return leaders.expert[lead];
+    return p.experts[lead];
   };
-  const auto unit_of = [&](int item, int pass) {
+  const auto advance = [&](Item& item, int by) {
+    item.group += by;
+    while (item.group >= groups) item.group -= groups, ++item.lead;
+  };
+  const auto unit_of = [&](const Item& item, int pass) {
     Unit u{};
-    if (item >= items) return u;
-    u.tile_row = item % groups * tile_rows + sub;
+    if (item.lead >= leads) return u;
+    const int tile_row = (item.group * warp_rows + sub) * kRows;
     u.chain = pass * at_once + warp % at_once;
-    if (sub >= tile_rows || u.tile_row >= p.tiles_m || u.chain >= chains) return u;
-    const int64_t row = static_cast<int64_t>(slab_of(item)) * p.tiles_m + u.tile_row;
+    if (sub >= warp_rows || tile_row >= p.tiles_m || u.chain >= chains) return u;
+    const uint32_t row = static_cast<uint32_t>(slab_of(item.lead) * p.tiles_m + tile_row);
     u.tile = row * p.tiles_k + u.chain * kChainTiles;
     u.super = row * (p.tiles_k / 2) + u.chain * (kChainTiles / 2);
     u.tiles = min(kChainTiles, p.tiles_k - u.chain * kChainTiles);
+    u.rows = min(kRows, p.tiles_m - tile_row);
     return u;
   };
   RawTile<type> raw[kRing];
-  Unit unit = unit_of(static_cast<int>(blockIdx.x), 0);
+  // Tile `i` of a unit: column i / kRows of its tile row i % kRows.
+  const auto load = [&](const Unit& u, int i) {
+    const int column = i / kRows, row = i % kRows;
+    if (column < u.tiles && row < u.rows)
+      reader.all(raw[i % kRing], u.tile + row * p.tiles_k + column, u.super + row * (p.tiles_k / 2) + column / 2);
+  };
+  Item item{0, 0};
+  advance(item, static_cast<int>(blockIdx.x));
+  Unit unit = unit_of(item, 0);
 #pragma unroll
-  for (int j = 0; j < kRing; ++j)
-    if (j < unit.tiles) raw[j] = load_tile<type>(w, unit.tile + j, unit.super + j / 2, lane);
+  for (int i = 0; i < kRing; ++i) load(unit, i);
   if constexpr (kCopies > 0) {
     grid.fill(w);
     __syncthreads();
   }
+  const uint32_t book = grid.address(lane);
+  const Bias bias;
   if (!p.experts) begin_kernel();
 
   int buffer = 0;
   float total0 = 0.0f, total1 = 0.0f;
-  for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
-    // The lane's token as a column of B, and its two tokens as columns of the sums.
-    int64_t own = g, first = 2 * t, second = 2 * t + 1;
-    const int slab = slab_of(item), lead = item / groups;
-    int64_t column = 0;
+  while (item.lead < leads) {
+    Item following = item;
+    advance(following, static_cast<int>(gridDim.x));
+    const int slab = slab_of(item.lead);
+    // The lane's token: a column of B, and the one whose scales it holds.
+    int64_t own = kOne ? 0 : g, column = 0;
+    bool single = kOne;
     if (p.experts) {
-      const auto row_of = [&](int token) { return (token >> 3) * x.blocks * 8 + (token & 7); };
+      int token = item.lead;
       if constexpr (kLeads) {
-        own = row_of(leaders.members[lead][g] / p.per_row);
-        first = row_of(leaders.members[lead][2 * t] / p.per_row);
-        second = row_of(leaders.members[lead][2 * t + 1] / p.per_row);
-      } else {
-        own = first = second = row_of(lead / p.per_row);
+        token = leaders.members[item.lead][g];
+        single = leaders.size[item.lead] == 1;
       }
+      token /= p.per_row;
+      own = (token >> 3) * x.blocks * 8 + (token & 7);
     } else {
       column = slab * (p.cols / 32);
-      if (kOne) own = first = second = 0;
     }
     for (int pass = 0; pass < passes; ++pass) {
-      const Unit next = pass + 1 < passes ? unit_of(item, pass + 1) : unit_of(item + static_cast<int>(gridDim.x), 0);
-      float acc[NT][4];
+      const Unit next = pass + 1 < passes ? unit_of(item, pass + 1) : unit_of(following, 0);
+      float acc[kRows][NT][4];
 #pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[n][i] = 0.0f;
+      for (int i = 0; i < kRows * NT * 4; ++i) acc[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
       const int64_t block0 = column + unit.chain * (kChainTiles * kTileBlocks);
       const int8_t* xq = x.q + (own + block0 * 8) * 32 + 8 * t;
-      const float *xd0 = x.d + first + block0 * 8, *xd1 = x.d + second + block0 * 8;
-      const float2 *xs0 = x.sums + first + block0 * 8, *xs1 = x.sums + second + block0 * 8;
+      const float* xd = x.d + own + (block0 + t) * 8;
+      const float2* xs = x.sums + own + (block0 + t) * 8;
+      asm volatile("" : "+l"(xq), "+l"(xd), "+l"(xs));  // addresses stay in registers
+      const auto compute = [&](auto one) {
+        constexpr bool kSingle = decltype(one)::value;
 #pragma unroll
-      for (int j = 0; j < kChainTiles; ++j) {
-        RawTile<type>& tile = raw[j % kRing];
-        if (j < unit.tiles) {
-#pragma unroll
-          for (int b = 0; b < kTileBlocks; ++b) {
-            Fragment f;
-            decode_block<type>(tile, b, grid, lane, f);
+        for (int j = 0; j < kChainTiles; ++j) {
+          if (j < unit.tiles) {
+            float dx[NT];
+            float2 sums[NT];
+            uint2 code[NT][kTileBlocks];
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-              const int64_t at = (n * x.blocks + j * kTileBlocks + b) * 8;
-              uint2 code = make_uint2(0, 0);
-              if (!kOne || g == 0) code = __ldg(reinterpret_cast<const uint2*>(xq + at * 32));
-              float2 dx = make_float2(__ldg(xd0 + at), 0);
-              if (!kOne) dx.y = __ldg(xd1 + at);
-              float4 sums = make_float4(0, 0, 0, 0);
-              if constexpr (Layout<type>::kMin) {
-                const float2 s0 = __ldg(xs0 + at);
-                sums.x = s0.x, sums.y = s0.y;
-                if (!kOne) {
-                  const float2 s1 = __ldg(xs1 + at);
-                  sums.z = s1.x, sums.w = s1.y;
+              const int64_t at = n * x.blocks * 8 + j * (kTileBlocks * 8);
+              dx[n] = __ldg(xd + at);
+              if constexpr (L::kMin) sums[n] = __ldg(xs + at);
+#pragma unroll
+              for (int b = 0; b < kTileBlocks; ++b) {
+                code[n][b] = make_uint2(0, 0);
+                if (!kSingle || g == 0) code[n][b] = __ldg(reinterpret_cast<const uint2*>(xq + (at + b * 8) * 32));
+              }
+            }
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+              const RawTile<type>& tile = raw[(j * kRows + r) % kRing];
+              const OwnScales<type> own_scales(tile, lane);
+              if constexpr (kSingle) {
+                const Products p0 = products_of<type>(own_scales.row[0], dx[0], sums[0]),
+                               p1 = products_of<type>(own_scales.row[1], dx[0], sums[0]);
+#pragma unroll
+                for (int b = 0; b < kTileBlocks; ++b) {
+                  int a[4];
+                  decode_codes<type, kCopies>(tile, b, book, lane, a);
+                  add_single<type>(acc[r][0], a, p0, p1, lane, (lane & 28) + b, code[0][b], bias);
+                }
+              } else {
+#pragma unroll
+                for (int b = 0; b < kTileBlocks; ++b) {
+                  int a[4];
+                  decode_codes<type, kCopies>(tile, b, book, lane, a);
+                  Scales s[2];
+                  const int from = (lane & 28) + b;
+#pragma unroll
+                  for (int hi = 0; hi < 2; ++hi) {
+                    const Scales& o = own_scales.row[hi];
+                    s[hi].d = from_lane(o.d, from);
+                    if (L::kHalves) s[hi].e = from_lane(o.e, from);
+                    if (L::kMin) s[hi].m0 = from_lane(o.m0, from), s[hi].m1 = from_lane(o.m1, from);
+                  }
+#pragma unroll
+                  for (int n = 0; n < NT; ++n) {
+                    const int first = 8 * t + b, second = first + 4;  // lanes 4 (2t) + b and 4 (2t + 1) + b
+                    const float2 two = make_float2(from_lane(dx[n], first), from_lane(dx[n], second));
+                    float4 two_sums = make_float4(0, 0, 0, 0);
+                    if constexpr (L::kMin)
+                      two_sums = make_float4(from_lane(sums[n].x, first), from_lane(sums[n].y, first),
+                                             from_lane(sums[n].x, second), from_lane(sums[n].y, second));
+                    add_block<type>(acc[r][n], a, s[0], s[1], lane, code[n][b], two, two_sums, bias);
+                  }
                 }
               }
-              add_block<type, kOne>(acc[n], f, lane, code, dx, sums);
             }
           }
-        }
-        constexpr int kAhead = kRing;
-        if (j + kAhead < kChainTiles) {
-          if (j + kAhead < unit.tiles)
-            tile = load_tile<type>(w, unit.tile + j + kAhead, unit.super + (j + kAhead) / 2, lane);
-        } else {
-          const int i = j + kAhead - kChainTiles;
-          if (i < next.tiles) tile = load_tile<type>(w, next.tile + i, next.super + i / 2, lane);
-        }
-      }
 #pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        float2* to = reinterpret_cast<float2*>(part[buffer][warp] + n * 128) + lane;
-        to[0] = make_float2(acc[n][0], acc[n][1]);
-        to[32] = make_float2(acc[n][2], acc[n][3]);
+          for (int r = 0; r < kRows; ++r) {
+            constexpr int kAhead = kRing;
+            const int i = j * kRows + r + kAhead;
+            if (i < kTiles)
+              load(unit, i);
+            else
+              load(next, i - kTiles);
+          }
+        }
+      };
+      if (single)
+        compute(std::true_type{});
+      else if constexpr (!kOne)
+        compute(std::false_type{});
+#pragma unroll
+      for (int i = 0; i < kRows * NT; ++i) {
+        float2* to = reinterpret_cast<float2*>(part[buffer][warp] + i * 128) + lane;
+        to[0] = make_float2(acc[i / NT][i % NT][0], acc[i / NT][i % NT][1]);
+        to[32] = make_float2(acc[i / NT][i % NT][2], acc[i / NT][i % NT][3]);
       }
       __syncthreads();
       // A thread adds the chains of rows g and g + 8 for one token. With several passes there is one for each thread.
-      constexpr int kEach = kOne ? 8 : 64 * NT;
+      constexpr int kEach = kOne ? 8 : 64;
       const int here = min(at_once, chains - pass * at_once);
-      for (int o = threadIdx.x; o < tile_rows * kEach; o += kBlockThreads) {
-        const int of = o / kEach, in = o % kEach;
-        const int n = kOne ? 0 : in / 64, at = kOne ? in * 8 : in % 64;
-        float v0 = total0, v1 = total1;
-        for (int c = 0; c < here; ++c) {
-          const float* from = part[buffer][of * at_once + c] + n * 128 + at;
-          if (pass == 0 && c == 0)
-            v0 = from[0], v1 = from[64];
-          else
-            v0 = v0 + from[0], v1 = v1 + from[64];
-        }
-        if (pass + 1 < passes) {
-          total0 = v0, total1 = v1;
-          continue;
-        }
-        const int tile_row = item % groups * tile_rows + of, token = n * 8 + at % 8;
+      for (int o = threadIdx.x; o < warp_rows * kRows * NT * kEach; o += kBlockThreads) {
+        const int of = o / (kRows * NT * kEach), in = o / kEach % (kRows * NT), n = in % NT;
+        const int at = kOne ? o % kEach * 8 : o % kEach;
+        const float* from = part[buffer][of * at_once] + in * 128 + at;
+        float v0[kBlockWarps], v1[kBlockWarps];
+#pragma unroll
+        for (int c = 0; c < kBlockWarps; ++c)
+          if (c < here) v0[c] = from[c * (kRows * NT * 128)], v1[c] = from[c * (kRows * NT * 128) + 64];
+        total0 = pass == 0 ? v0[0] : total0 + v0[0];
+        total1 = pass == 0 ? v1[0] : total1 + v1[0];
+#pragma unroll
+        for (int c = 1; c < kBlockWarps; ++c)
+          if (c < here) total0 = total0 + v0[c], total1 = total1 + v1[c];
+        if (pass + 1 < passes) continue;
+        const int tile_row = (item.group * warp_rows + of) * kRows + in / NT, token = n * 8 + at % 8;
         if (tile_row >= p.tiles_m) continue;
         int64_t out_row = token;
         if (kOne) {
-          out_row = p.experts ? lead : 0;
+          out_row = p.experts ? item.lead : 0;
         } else if (p.experts) {
-          if (token >= leaders.size[lead]) continue;
-          out_row = leaders.members[lead][token % 8];
+          if (token >= leaders.size[item.lead]) continue;
+          out_row = leaders.members[item.lead][token % 8];
         } else if (token >= p.T) {
           continue;
         }
-        finish_pair(p, slab, tile_row, at / 8, out_row, v0, v1);
+        finish_pair(p, slab, tile_row, at / 8, out_row, total0, total1);
       }
       buffer ^= 1;
       unit = next;
     }
+    item = following;
   }
 }
 
@@ -338,19 +457,87 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, std::inte
 // Many rows of activations: a block of threads computes 128 rows of W for up to 64 tokens. Weights go from memory into
 // the registers of the one warp that needs them, activations through shared memory, three tiles deep.
 template <DType type>
+struct Stage {
+  int8_t q[kTileTokens * kTileCols];   // [8 tokens][block][token][32]
+  float d[kTileTokens * kTileBlocks];  // [8 tokens][block][token]
+  float2 sums[Layout<type>::kMin ? kTileTokens * kTileBlocks : 2];
+};
+constexpr int kStages = 3;
+
+// The products of a block of threads with NT times eight tokens. `fetch(i)` starts the copy of the activations of tile
+// i.
+template <DType type, int NT, int kCopies, class Fetch, class Finish>
+__device__ __forceinline__ void run_tiles(const TileReader<type>& reader, uint32_t tile0, uint32_t super0, int tiles,
+                                          const Stage<type>* stages, uint32_t book, int lane, const Fetch& fetch,
+                                          const Finish& finish) {
+  using L = Layout<type>;
+  const int t = lane % 4;
+  const Bias bias;
+  RawTile<type> raw;
+  reader.all(raw, tile0, super0);
+  float acc[NT][4], total[NT][4];
+#pragma unroll
+  for (int i = 0; i < NT * 4; ++i) acc[i / 4][i % 4] = total[i / 4][i % 4] = 0.0f;
+  for (int tile = 0; tile < tiles; ++tile) {
+    asm volatile("cp.async.wait_group 1;");
+    __syncthreads();
+    fetch(tile + 2);
+    const Stage<type>& stage = stages[tile % kStages];
+    const int ahead = min(tile + 1, tiles - 1);
+    const OwnScales<type> own(raw, lane);
+    RawTile<type> next;
+    if constexpr (L::kQ == 8)
+      reader.scales(raw, tile0 + ahead, super0 + ahead / 2);
+    else
+      reader.all(next, tile0 + ahead, super0 + ahead / 2);
+#pragma unroll
+    for (int b = 0; b < kTileBlocks; ++b) {
+      int a[4];
+      decode_codes<type, kCopies>(raw, b, book, lane, a);
+      if constexpr (L::kQ == 8) reader.quants(raw, tile0 + ahead, b);
+      Scales s[2];
+      const int from = (lane & 28) + b;
+#pragma unroll
+      for (int hi = 0; hi < 2; ++hi) {
+        s[hi].d = from_lane(own.row[hi].d, from);
+        if (L::kHalves) s[hi].e = from_lane(own.row[hi].e, from);
+        if (L::kMin) s[hi].m0 = from_lane(own.row[hi].m0, from), s[hi].m1 = from_lane(own.row[hi].m1, from);
+      }
+#pragma unroll
+      for (int i = 0; i < NT; ++i) {
+        const int at = i * kTileBlocks + b;
+        const uint2 code = reinterpret_cast<const uint2*>(stage.q)[at * 32 + lane];
+        const float2 dx = reinterpret_cast<const float2*>(stage.d)[at * 4 + t];
+        float4 sums = make_float4(0, 0, 0, 0);
+        if constexpr (L::kMin) sums = reinterpret_cast<const float4*>(stage.sums)[at * 4 + t];
+        add_block<type>(acc[i], a, s[0], s[1], lane, code, dx, sums, bias);
+      }
+    }
+    if constexpr (L::kQ != 8) raw = next;
+    if (tile % kChainTiles == kChainTiles - 1 || tile == tiles - 1) {
+      const bool start = tile < kChainTiles;
+#pragma unroll
+      for (int i = 0; i < NT * 4; ++i) {
+        float &sum = total[i / 4][i % 4], &chain = acc[i / 4][i % 4];
+        sum = start ? chain : sum + chain;
+        chain = 0.0f;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < NT; ++i)
+#pragma unroll
+    for (int k = 0; k < 2; ++k) finish(i * 8 + 2 * t + k, total[i][k], total[i][2 + k]);
+}
+
+template <DType type>
 __global__ void __launch_bounds__(kBlockThreads, 2) tile_blocks(Planes w, Activations x, LinearArgs p) {
   using L = Layout<type>;
-  constexpr int NT = kTileTokens / 8, kStages = 3;
   constexpr int kCopies = type == DType::IQ2_XXS ? 8 : 0;
-  struct Stage {
-    int8_t q[kTileTokens * kTileCols];   // [8 tokens][block][token][32]
-    float d[kTileTokens * kTileBlocks];  // [8 tokens][block][token]
-    float2 sums[L::kMin ? kTileTokens * kTileBlocks : 2];
-  };
-  __shared__ alignas(16) Stage stages[kStages];
+  __shared__ alignas(16) Stage<type> stages[kStages];
   __shared__ Grid<kCopies> grid;
   begin_kernel();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int slab, n, tile_row, first = 0;
   if (p.items) {
     const ExpertItem item = p.items[blockIdx.y];
@@ -363,19 +550,19 @@ __global__ void __launch_bounds__(kBlockThreads, 2) tile_blocks(Planes w, Activa
     n = min(kTileTokens, static_cast<int>(p.T) - first);
     tile_row = static_cast<int>(blockIdx.y) * kBlockWarps + warp;
   }
-  const int n_tiles = (n + 7) / 8;
   const auto pair_of = [&](int i) { return p.items ? p.order[first + min(i, n - 1)] : first + min(i, n - 1); };
   const int64_t column = p.items ? 0 : slab * (p.cols / 32);
-  if constexpr (kCopies > 0) grid.fill(w);
+  grid.fill(w);
 
   // Each thread copies one block of one token of every tile.
   const int slot = threadIdx.x / kTileBlocks, own_block = threadIdx.x % kTileBlocks;
   const int place = (slot / 8 * kTileBlocks + own_block) * 8 + slot % 8;
   const int token = pair_of(slot) / (p.items ? p.per_row : 1);
   const int64_t source = (token >> 3) * x.blocks * 8 + (token & 7) + (column + own_block) * 8;
+  const int slots = n <= 8 ? 8 : n <= 16 ? 16 : n <= 32 ? 32 : 64;
   const auto fetch = [&](int tile) {
-    if (tile < p.tiles_k && slot < n_tiles * 8) {
-      Stage& to = stages[tile % kStages];
+    if (tile < p.tiles_k && slot < slots) {
+      Stage<type>& to = stages[tile % kStages];
       const int64_t from = source + static_cast<int64_t>(tile) * kTileBlocks * 8;
       copy_async(to.q + place * 32, x.q + from * 32, std::integral_constant<int, 16>{});
       copy_async(to.q + place * 32 + 16, x.q + from * 32 + 16, std::integral_constant<int, 16>{});
@@ -386,58 +573,24 @@ __global__ void __launch_bounds__(kBlockThreads, 2) tile_blocks(Planes w, Activa
   };
   fetch(0);
   fetch(1);
-
-  const int64_t row = static_cast<int64_t>(slab) * p.tiles_m + min(tile_row, p.tiles_m - 1);
-  const int64_t tile0 = row * p.tiles_k, super0 = row * (p.tiles_k / 2);
-  RawTile<type> raw = load_tile<type>(w, tile0, super0, lane);
-  float acc[NT][4], total[NT][4];
-#pragma unroll
-  for (int i = 0; i < NT; ++i)
-#pragma unroll
-    for (int k = 0; k < 4; ++k) acc[i][k] = total[i][k] = 0.0f;
-  for (int tile = 0; tile < p.tiles_k; ++tile) {
-    asm volatile("cp.async.wait_group 1;");
-    __syncthreads();
-    fetch(tile + 2);
-    const Stage& stage = stages[tile % kStages];
-    const int ahead = min(tile + 1, p.tiles_k - 1);
-    RawTile<type> next = load_tile<type>(w, tile0 + ahead, super0 + ahead / 2, lane);
-#pragma unroll
-    for (int b = 0; b < kTileBlocks; ++b) {
-      Fragment f;
-      decode_block<type>(raw, b, grid, lane, f);
-#pragma unroll
-      for (int i = 0; i < NT; ++i)
-        if (i < n_tiles) {
-          const int at = i * kTileBlocks + b;
-          const uint2 code = reinterpret_cast<const uint2*>(stage.q)[at * 32 + lane];
-          const float2 dx = reinterpret_cast<const float2*>(stage.d)[at * 4 + t];
-          float4 sums = make_float4(0, 0, 0, 0);
-          if constexpr (L::kMin) sums = reinterpret_cast<const float4*>(stage.sums)[at * 4 + t];
-          add_block<type, false>(acc[i], f, lane, code, dx, sums);
-        }
-    }
-    raw = next;
-    if (tile % kChainTiles == kChainTiles - 1 || tile == p.tiles_k - 1) {
-      const bool start = tile < kChainTiles;
-#pragma unroll
-      for (int i = 0; i < NT; ++i)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          total[i][k] = start ? acc[i][k] : total[i][k] + acc[i][k];
-          acc[i][k] = 0.0f;
-        }
-    }
-  }
+  const auto row = static_cast<uint32_t>(slab * p.tiles_m + min(tile_row, p.tiles_m - 1));
+  const auto run = [&](auto nt) {
+    run_tiles<type, decltype(nt)::value, kCopies>(TileReader<type>(w, lane), row * p.tiles_k, row * (p.tiles_k / 2),
+                                                  p.tiles_k, stages, grid.address(lane), lane, fetch,
+                                                  [&](int in, float v0, float v1) {
+                                                    if (in < n && tile_row < p.tiles_m)
+                                                      finish_pair(p, slab, tile_row, lane / 4, pair_of(in), v0, v1);
+                                                  });
+  };
+  if (slots == 8)
+    run(std::integral_constant<int, 1>{});
+  else if (slots == 16)
+    run(std::integral_constant<int, 2>{});
+  else if (slots == 32)
+    run(std::integral_constant<int, 4>{});
+  else
+    run(std::integral_constant<int, 8>{});
   asm volatile("cp.async.wait_group 0;");
-  if (tile_row >= p.tiles_m) return;
-#pragma unroll
-  for (int i = 0; i < NT; ++i)
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int in = i * 8 + 2 * t + k;
-      if (in < n) finish_pair(p, slab, tile_row, g, pair_of(in), total[i][k], total[i][2 + k]);
-    }
 }
 
 template <auto kernel>

@@ -282,20 +282,22 @@ __global__ void decode_rows(Planes p, Target from, int64_t cols, const int32_t* 
   if (column >= from.tiles_k) return;
   const Place at = place_of(from, row);
   const int t = static_cast<int>(index % 4), lane = at.slot % 8 * 4 + t, hi = at.slot / 8;
-  const RawTile<type> raw =
-      load_tile<type>(p, at.tile_row * from.tiles_k + column, at.tile_row * (from.tiles_k / 2) + column / 2, lane);
+  RawTile<type> raw;
+  TileReader<type>(p, lane).all(raw, static_cast<uint32_t>(at.tile_row * from.tiles_k + column),
+                                static_cast<uint32_t>(at.tile_row * (from.tiles_k / 2) + column / 2));
 #pragma unroll
   for (int block = 0; block < kTileBlocks; ++block) {
     const int64_t first = column * kTileCols + block * 32 + 8 * t;
     if (first >= cols) break;
-    Fragment f;
-    decode_block<type>(raw, block, grid, lane, f);
+    int code[4];
+    decode_codes<type, 1>(raw, block, grid.address(0), lane, code);
+    const Scales s = decode_scales<type>(raw, hi, block);
     const bool second = t >= 2;
-    const float d = Layout<type>::kHalves && second ? f.e[hi] : f.d[hi];
+    const float d = Layout<type>::kHalves && second ? s.e : s.d, m = second ? s.m1 : s.m0;
     for (int c = 0; c < 8; ++c) {
-      const uint32_t word = static_cast<uint32_t>(c < 4 ? f.a[hi] : f.a[2 + hi]);
+      const auto word = static_cast<uint32_t>(hi ? (c < 4 ? code[1] : code[3]) : (c < 4 ? code[0] : code[2]));
       float v = d * static_cast<float>(static_cast<int8_t>(word >> (8 * (c % 4)) & 255u));
-      if (Layout<type>::kMin) v = v + f.m[hi][second];
+      if (Layout<type>::kMin) v = v + m;
       out[blockIdx.y * stride + first + c] = v;
     }
   }
@@ -397,7 +399,7 @@ std::unique_ptr<CudaWeight> Uploader::load(std::span<const MatrixView> parts, bo
       s.tiles_m = interleave ? (s.slab_rows / 2 + 7) / 8 : (s.slab_rows + kTileRows - 1) / kTileRows;
       s.tiles_k = (cols + kTileCols - 1) / kTileCols;
       require(L::kD == 0 || s.tiles_k % 2 == 0, "superblocks that do not fill a row");
-      require(s.tiles_m <= INT32_MAX && s.tiles_k <= INT32_MAX, "a matrix of too many rows");
+      require(s.slabs * s.tiles_m * s.tiles_k <= INT32_MAX, "a matrix of too many tiles");
       const int64_t tile_rows = s.slabs * s.tiles_m, tiles = tile_rows * s.tiles_k;
       const auto plane = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
       const int64_t q = plane(tiles * 256 * L::kQ), h = plane(tiles * 256 * L::kH), sc = plane(tiles * 16 * L::kS),
