@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <climits>
 
-#include "cuda/attention.h"
 #include "cuda/device_math.h"
 #include "cuda/latent_attention.h"
+#include "cuda/matrix_math.h"
 
 namespace ds4::cuda {
 namespace {
@@ -25,107 +25,218 @@ struct VisibleRows {
   __host__ __device__ int32_t total(int32_t position) const { return in_window(position) + compressed(position); }
 };
 
-__global__ void count_rows(const DeviceRow* rows, int64_t n, VisibleRows v, int32_t* visible) {
-  begin_kernel();
-  const int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (t < n) visible[t] = v.total(rows[t].position);
+// A row's list is cut into chunks of 64. A chunk gives a maximum, a sum of exponentials and a weighted sum; these are
+// joined in order, beginning with the sink, by the same arithmetic whether one block of threads has all chunks of a row
+// or a kernel joins what several have left in memory.
+constexpr int kRows = 64;
+constexpr int kHeads = 16;
+constexpr int kThreads = 256;
+constexpr int kMostColumns = 512;  // eight warps of 64
+
+struct Softmax {
+  float largest, total;
+};
+// Joins a chunk; the weighted sums so far and the chunk's are to be multiplied by `before` and `added`.
+__device__ __forceinline__ void join(Softmax& all, Softmax chunk, float& before, float& added) {
+  const float largest = fmaxf(all.largest, chunk.largest);
+  before = expf(all.largest - largest);
+  added = expf(chunk.largest - largest);
+  all = {largest, fmaf(all.total, before, chunk.total * added)};
+}
+__device__ __forceinline__ Softmax start_of(const float* sinks, int head) {
+  return sinks ? Softmax{sinks[head], 1.0f} : Softmax{-INFINITY, 0.0f};
 }
 
-constexpr int kHeads = 8;
-constexpr int kThreads = 256;
-constexpr int kAtOnce = 4;  // latent rows that a warp scores together
+struct LatentParts {
+  float* sums;     // [rows][heads][chunks][dim]
+  Softmax* stats;  // [rows][heads][chunks]
+  int64_t chunks;
+};
 
-// Bytes: 32 rows of dim floats, twice (the second time from a cache), for eight heads. Operations: 8 * 4 * 32 * dim.
-// Warps score four rows at a time with lanes over the columns; then threads sum columns over the rows.
-__global__ void __launch_bounds__(kThreads)
+// Bytes: 64 rows of dim floats, twice (the second time from a cache), for 16 heads. Operations: 16 * 4 * 64 * dim,
+// three times over on the matrix units. Scores: a warp has eight of the rows. Weighted sums: a warp has 64 columns.
+// kWhole: all chunks of the row, into `out`; otherwise chunk blockIdx.x into `p`.
+template <bool kWhole>
+__global__ void __launch_bounds__(kThreads, 2)
     attend_latent(const float* q, int64_t q_stride, const float* kv, int64_t kv_stride, const DeviceRow* rows,
                   int32_t first_row, VisibleRows list, BufferPlace ring, BufferPlace compressed, const int32_t* ids,
-                  const int32_t* counts, int64_t ids_stride, int heads, int dim, float scale, Partials p) {
+                  const int32_t* counts, int64_t ids_stride, const float* sinks, int heads, int dim, float scale,
+                  LatentParts p, float* out, int64_t out_stride) {
   begin_kernel();
   extern __shared__ float4 shared4[];
-  __shared__ const float* entry[kChunk];
-  __shared__ float weight[kChunk][kHeads];
-  const int t = blockIdx.z, chunk = blockIdx.x, head0 = blockIdx.y * kHeads;
+  constexpr int kScorePitch = kRows + 4;
+  __shared__ const float* entry[kRows];
+  __shared__ float score[kHeads * kScorePitch];
+  __shared__ Softmax running[kHeads];
+  __shared__ float factor[2][kHeads];
+  const int t = blockIdx.z, head0 = blockIdx.y * kHeads, n_heads = min(kHeads, heads - head0);
   const DeviceRow row = rows[t];
-  const int begin = chunk * kChunk, n = min(kChunk, list.total(row.position) - begin);
-  if (n <= 0) return;
-  const int n_heads = min(kHeads, heads - head0), quads = dim / 4;
-  const float4* q4 = reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(head0) * dim);
-  for (int i = threadIdx.x; i < kHeads * quads; i += kThreads)
-    shared4[i] = i < n_heads * quads ? q4[i] : make_float4(0, 0, 0, 0);
-  if (threadIdx.x < kChunk) {
-    const int j = min(begin + static_cast<int>(threadIdx.x), begin + n - 1), in_window = list.in_window(row.position);
-    const float* at;
-    if (j < in_window) {
-      const int position = row.position + 1 - in_window + j;
-      const int first_position = row.position - (first_row + t - row.first);
-      at = position < first_position ? reinterpret_cast<const float*>(ring_row(row, ring, position))
-                                     : kv + static_cast<int64_t>(row.first + position - first_position) * kv_stride;
-    } else {
-      const int i = j - in_window;
-      const int id = counts && counts[t] >= 0 ? ids[t * ids_stride + i] : i;
-      at = reinterpret_cast<const float*>(append_row(row, compressed, id));
-    }
-    entry[threadIdx.x] = at;
+  const int total = list.total(row.position), quads = dim / 4;
+  if (!kWhole && static_cast<int>(blockIdx.x) * kRows >= total) return;
+  float* query = reinterpret_cast<float*>(shared4);  // [16][pitch]: lanes of a quarter warp fall into different banks
+  const int pitch = (dim + 31) / 32 * 32 + 4;
+  for (int i = threadIdx.x; i < kHeads * (pitch / 4); i += kThreads) {
+    const int h = i / (pitch / 4), at = i % (pitch / 4);
+    float4 v = make_float4(0, 0, 0, 0);
+    if (h < n_heads && at < quads)
+      v = reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(head0 + h) * dim)[at];
+    shared4[i] = v;
   }
-  __syncthreads();
+  if (kWhole && threadIdx.x < kHeads)
+    running[threadIdx.x] = start_of(sinks, head0 + min(static_cast<int>(threadIdx.x), n_heads - 1));
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  const int column0 = warp * 64;
+  float all[8][4];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) all[i / 4][i % 4] = 0.0f;
+  const int end = kWhole ? (total + kRows - 1) / kRows : static_cast<int>(blockIdx.x) + 1;
+  for (int chunk = kWhole ? 0 : static_cast<int>(blockIdx.x); chunk < end; ++chunk) {
+    const int begin = chunk * kRows, n = min(kRows, total - begin);
+    if (threadIdx.x < kRows) {
+      const int j = min(begin + static_cast<int>(threadIdx.x), begin + n - 1), in_window = list.in_window(row.position);
+      const float* at;
+      if (j < in_window) {
+        const int position = row.position + 1 - in_window + j;
+        const int first_position = row.position - (first_row + t - row.first);
+        at = position < first_position ? reinterpret_cast<const float*>(ring_row(row, ring, position))
+                                       : kv + static_cast<int64_t>(row.first + position - first_position) * kv_stride;
+      } else {
+        const int i = j - in_window;
+        const int id = counts && counts[t] >= 0 ? ids[t * ids_stride + i] : i;
+        at = reinterpret_cast<const float*>(append_row(row, compressed, id));
+      }
+      entry[threadIdx.x] = at;
+    }
+    __syncthreads();
+    if (warp * 8 < n) {
+      const float4* key = reinterpret_cast<const float4*>(entry[warp * 8 + g] + 8 * c);
+      const float *q0 = query + g * pitch + 8 * c, *q1 = q0 + 8 * pitch;
+      float acc[4] = {0, 0, 0, 0};
+#pragma unroll 4
+      for (int d = 0; d < dim; d += 32) {
+        float4 k0 = make_float4(0, 0, 0, 0), k1 = k0;
+        if (d + 8 * c < dim) k0 = key[d / 4], k1 = key[d / 4 + 1];
+        const float x[8] = {k0.x, k0.y, k0.z, k0.w, k1.x, k1.y, k1.z, k1.w};
+        float w[2][8];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float4* from = reinterpret_cast<const float4*>((r ? q1 : q0) + d);
+          const float4 a = from[0], b = from[1];
+          w[r][0] = a.x, w[r][1] = a.y, w[r][2] = a.z, w[r][3] = a.w;
+          w[r][4] = b.x, w[r][5] = b.y, w[r][6] = b.z, w[r][7] = b.w;
+        }
+        add_columns<true>(acc, w, x);
+      }
+      float2* to = reinterpret_cast<float2*>(score + g * kScorePitch + warp * 8 + 2 * c);
+      to[0] = make_float2(acc[0] * scale, acc[1] * scale);
+      to[8 * kScorePitch / 2] = make_float2(acc[2] * scale, acc[3] * scale);
+    }
+    __syncthreads();
+    // A warp turns the scores of two heads into exponentials.
+#pragma unroll
+    for (int k = 0; k < kHeads * 32 / kThreads; ++k) {
+      const int h = warp * (kHeads * 32 / kThreads) + k;
+      float* s = score + h * kScorePitch;
+      const float a = lane < n ? s[lane] : -INFINITY, b = lane + 32 < n ? s[lane + 32] : -INFINITY;
+      const float largest = warp_max(fmaxf(a, b));
+      const float ea = lane < n ? expf(a - largest) : 0.0f, eb = lane + 32 < n ? expf(b - largest) : 0.0f;
+      s[lane] = ea, s[lane + 32] = eb;
+      const float sum = warp_sum(ea + eb);
+      if (lane != 0) continue;
+      if constexpr (kWhole)
+        join(running[h], {largest, sum}, factor[0][h], factor[1][h]);
+      else if (h < n_heads)
+        p.stats[(static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk] = {largest, sum};
+    }
+    __syncthreads();
+    if (column0 < dim) {
+      // Column 8j + i of the warp's 64 is column j of the units' product i.
+      float sum[8][4];
+#pragma unroll
+      for (int i = 0; i < 32; ++i) sum[i / 4][i % 4] = 0.0f;
+      const bool inside = column0 + 8 * g < dim;
+#pragma unroll 2
+      for (int first = 0; first < n; first += 8) {
+        const float* s = score + g * kScorePitch + first + c;
+        const float a[4] = {s[0], s[8 * kScorePitch], s[4], s[8 * kScorePitch + 4]};
+        float x[2][8];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float4 v0 = make_float4(0, 0, 0, 0), v1 = v0;
+          if (inside) {
+            const float4* value = reinterpret_cast<const float4*>(entry[first + c + 4 * r] + column0 + 8 * g);
+            v0 = value[0], v1 = value[1];
+          }
+          x[r][0] = v0.x, x[r][1] = v0.y, x[r][2] = v0.z, x[r][3] = v0.w;
+          x[r][4] = v1.x, x[r][5] = v1.y, x[r][6] = v1.z, x[r][7] = v1.w;
+        }
+        float up[4], down[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) up[i] = high_part(a[i]), down[i] = a[i] - up[i];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float h0 = high_part(x[0][i]), h1 = high_part(x[1][i]);
+          multiply(sum[i], down, h0, h1);
+          multiply(sum[i], up, x[0][i] - h0, x[1][i] - h1);
+          multiply(sum[i], up, h0, h1);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int h = g + 8 * r;
+        if constexpr (kWhole) {
+          const float before = factor[0][h], added = factor[1][h];
+#pragma unroll
+          for (int i = 0; i < 8; ++i)
+#pragma unroll
+            for (int k = 2 * r; k < 2 * r + 2; ++k) all[i][k] = fmaf(all[i][k], before, sum[i][k] * added);
+        } else if (h < n_heads) {
+          float* to = p.sums + ((static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk) * dim + column0;
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            if (column0 + 16 * c + 8 * k < dim)
+#pragma unroll
+              for (int i = 0; i < 8; i += 4)
+                *reinterpret_cast<float4*>(to + 16 * c + 8 * k + i) =
+                    make_float4(sum[i][2 * r + k], sum[i + 1][2 * r + k], sum[i + 2][2 * r + k], sum[i + 3][2 * r + k]);
+        }
+      }
+    }
+    if (kWhole) __syncthreads();
+  }
+  if constexpr (kWhole) {
+    if (column0 >= dim) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int h = g + 8 * r;
+      if (h >= n_heads) continue;
+      const float inverse = 1.0f / running[h].total;
+      float* to = out + t * out_stride + static_cast<int64_t>(head0 + h) * dim + column0;
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        if (column0 + 16 * c + 8 * k < dim)
+#pragma unroll
+          for (int i = 0; i < 8; ++i) to[16 * c + 8 * k + i] = all[i][2 * r + k] * inverse;
+    }
+  }
+}
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int j = warp * kAtOnce; j < n; j += kThreads / 32 * kAtOnce) {
-    float dot[kAtOnce][kHeads];
-#pragma unroll
-    for (int r = 0; r < kAtOnce; ++r)
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) dot[r][h] = 0.0f;
-    for (int d = lane; d < quads; d += 32) {
-      float4 x[kAtOnce];
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) x[r] = reinterpret_cast<const float4*>(entry[min(j + r, n - 1)])[d];
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        const float4 w = shared4[h * quads + d];
-#pragma unroll
-        for (int r = 0; r < kAtOnce; ++r)
-          dot[r][h] = fmaf(x[r].w, w.w, fmaf(x[r].z, w.z, fmaf(x[r].y, w.y, fmaf(x[r].x, w.x, dot[r][h]))));
-      }
+// Bytes: the chunks' sums once. One block of threads for a head of a row.
+__global__ void join_chunks(LatentParts p, const DeviceRow* rows, VisibleRows list, const float* sinks, int64_t heads,
+                            int64_t dim, float* out, int64_t stride) {
+  begin_kernel();
+  const int64_t t = blockIdx.y, h = blockIdx.x, of = (t * heads + h) * p.chunks;
+  const int chunks = (list.total(rows[t].position) + kRows - 1) / kRows;
+  for (int64_t d = threadIdx.x; d < dim; d += blockDim.x) {
+    Softmax all = start_of(sinks, static_cast<int>(h));
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int c = 0; c < chunks; ++c) {
+      float before, added;
+      join(all, p.stats[of + c], before, added);
+      sum = fmaf(sum, before, p.sums[(of + c) * dim + d] * added);
     }
-    static_assert(kAtOnce * kHeads == 32);
-    float sums[32];
-#pragma unroll
-    for (int i = 0; i < 32; ++i) sums[i] = dot[i / kHeads][i % kHeads];
-    const float s = warp_sums(sums);
-    if (j + lane / kHeads < n) weight[j + lane / kHeads][lane % kHeads] = s * scale;
-  }
-  __syncthreads();
-  {
-    // Warp h turns head h's scores into exponentials.
-    const int h = warp;
-    const float a = lane < n ? weight[lane][h] : -INFINITY, largest = warp_max(a);
-    const float e = lane < n ? expf(a - largest) : 0.0f;
-    weight[lane][h] = e;
-    const float total = warp_sum(e);
-    if (lane == 0 && h < n_heads)
-      p.stats[(static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk] = {largest, total};
-  }
-  __syncthreads();
-  for (int d = threadIdx.x; d < dim / 2; d += kThreads) {
-    float2 sum[kHeads];
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) sum[h] = make_float2(0, 0);
-    for (int j = 0; j < n; ++j) {
-      const float2 x = reinterpret_cast<const float2*>(entry[j])[d];
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        const float w = weight[j][h];
-        sum[h].x = fmaf(w, x.x, sum[h].x);
-        sum[h].y = fmaf(w, x.y, sum[h].y);
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h)
-      if (h < n_heads)
-        reinterpret_cast<float2*>(p.sums +
-                                  ((static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk) * dim)[d] = sum[h];
+    out[t * stride + h * dim + d] = sum * (1.0f / all.total);
   }
 }
 
@@ -271,39 +382,48 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
   require(q.dim == a.heads * dim && out.dim == q.dim && kv.dim == dim && q.n == kv.n && out.n == q.n &&
               static_cast<int64_t>(rows.size()) == q.n,
           "latent_attention shapes");
-  if (dim % 4 != 0 || q.stride % 4 != 0 || kv.stride % 4 != 0)
-    throw Unsupported("latent attention with heads of " + std::to_string(dim) + " columns, not a multiple of 4");
+  if (dim % 8 != 0 || dim > kMostColumns || q.stride % 4 != 0 || kv.stride % 4 != 0)
+    throw Unsupported("latent attention with heads of " + std::to_string(dim) + " columns: a multiple of 8 up to " +
+                      std::to_string(kMostColumns) + " is implemented");
   if (q.n == 0) return;
   const DeviceState& state = Context::state(rows.front());
   const DeviceRow* list = context.rows(rows);
   VisibleRows visible{static_cast<int32_t>(a.window), a.compressed ? static_cast<int32_t>(a.ratio) : 0,
                       selection ? static_cast<int32_t>(selection->capacity) : INT_MAX};
   const int64_t longest = visible.total(static_cast<int32_t>(Context::horizon(rows)));
-  const int64_t chunks = (longest + kChunk - 1) / kChunk;
-  const int64_t row_floats = a.heads * chunks * (dim + 2);
-  const int64_t at_once = std::clamp<int64_t>((int64_t{1} << 26) / row_floats, 1, 65535);
+  const int64_t groups = (a.heads + kHeads - 1) / kHeads;
   const float* sinks = a.sinks ? vector_of(*a.sinks, a.heads, "sinks shape") : nullptr;
   const BufferPlace ring = state.place(a.window_ring), compressed = a.compressed ? state.place(a.rows) : BufferPlace{};
-  const size_t shared = static_cast<size_t>(kHeads * dim) * sizeof(float);
-  if (shared > 40 * 1024)
-    DS4_CUDA(
-        cudaFuncSetAttribute(attend_latent, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  const size_t shared = static_cast<size_t>(kHeads * ((dim + 31) / 32 * 32 + 4)) * sizeof(float);
+  // Few rows: their chunks side by side.
+  const bool whole = q.n * groups >= 3 * context.device.multiprocessors();
+  LatentParts p{nullptr, nullptr, (longest + kRows - 1) / kRows};
+  const int64_t row_floats = a.heads * p.chunks * (dim + 2);
+  const int64_t at_once = whole ? 65535 : std::clamp<int64_t>((int64_t{1} << 27) / row_floats, 1, 65535);
   for (int64_t first = 0; first < q.n; first += at_once) {
     const int64_t n = std::min(at_once, q.n - first);
-    auto* memory = context.workspace.get<float>(Workspace::Partials, n * row_floats);
-    Partials p{memory + 2 * n * a.heads * chunks, reinterpret_cast<float2*>(memory), chunks};
-    auto* totals = context.workspace.get<int32_t>(Workspace::Plan, n);
-    launch_kernel(context.device.stream(), static_cast<unsigned>((n + 127) / 128), 128, 0, count_rows, list + first, n,
-                  visible, totals);
-    const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>((a.heads + kHeads - 1) / kHeads),
-                    static_cast<unsigned>(n));
-    launch_kernel(context.device.stream(), grid, kThreads, shared, attend_latent, q.data + first * q.stride, q.stride,
-                  kv.data, kv.stride, list + first, static_cast<int32_t>(first), visible, ring, compressed,
-                  selection ? selection->ids + first * selection->capacity : nullptr,
-                  selection ? selection->counts + first : nullptr, selection ? selection->capacity : 0,
-                  static_cast<int>(a.heads), static_cast<int>(dim), a.scale, p);
+    const auto launch = [&](auto kernel) {
+      const dim3 grid(whole ? 1u : static_cast<unsigned>(p.chunks), static_cast<unsigned>(groups),
+                      static_cast<unsigned>(n));
+      launch_kernel(context.device.stream(), grid, kThreads, shared, kernel, q.data + first * q.stride, q.stride,
+                    kv.data, kv.stride, list + first, static_cast<int32_t>(first), visible, ring, compressed,
+                    selection ? selection->ids + first * selection->capacity : nullptr,
+                    selection ? selection->counts + first : nullptr, selection ? selection->capacity : 0, sinks,
+                    static_cast<int>(a.heads), static_cast<int>(dim), a.scale, p, out.data + first * out.stride,
+                    out.stride);
+    };
+    if (whole) {
+      launch(attend_latent<true>);
+    } else {
+      auto* memory = context.workspace.get<float>(Workspace::Partials, n * row_floats + 4);
+      p.stats = reinterpret_cast<Softmax*>(memory);
+      p.sums = memory + (2 * n * a.heads * p.chunks + 3) / 4 * 4;
+      launch(attend_latent<false>);
+      launch_kernel(context.device.stream(), dim3(static_cast<unsigned>(a.heads), static_cast<unsigned>(n)),
+                    static_cast<unsigned>(std::min<int64_t>((dim + 31) / 32 * 32, 512)), 0, join_chunks, p,
+                    list + first, visible, sinks, a.heads, dim, out.data + first * out.stride, out.stride);
+    }
     DS4_CUDA(cudaGetLastError());
-    combine(context.device, p, totals, sinks, n, a.heads, dim, out.rows(first, n));
   }
 }
 

@@ -4,6 +4,18 @@
 // products of a block are summed exactly by the matrix units, blocks are added in order within a chain of 16 (512
 // columns), and the chains' sums in order.
 #pragma once
+#ifndef V_OCC
+#define V_OCC 2
+#endif
+#ifndef V_PRE
+#define V_PRE 0
+#endif
+#ifndef V_ROWS
+#define V_ROWS 2
+#endif
+#ifndef V_RING
+#define V_RING 4
+#endif
 
 #include <algorithm>
 #include <climits>
@@ -221,10 +233,13 @@ struct Leaders {
 // chain of one tile row (of two where blocks are small); blocks of threads stay and take the next tile rows when they
 // are done, the weights on their way while others are computed. kOne: one row of activations for every slab.
 template <DType type, int NT, bool kOne>
-__global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(Planes w, Activations x, LinearArgs p) {
+__global__ void __launch_bounds__(kBlockThreads, NT >= 4                             ? 1
+                                                 : (NT == 1 && Layout<type>::kQ < 8) ? V_OCC
+                                                                                     : 2)
+    stream_blocks(Planes w, Activations x, LinearArgs p) {
   using L = Layout<type>;
-  constexpr int kRows = L::kQ < 8 && NT == 1 ? 2 : 1;  // tile rows of a warp
-  constexpr int kRing = L::kQ == 8 ? 2 : 4;            // tiles on their way
+  constexpr int kRows = L::kQ < 8 && NT == 1 ? V_ROWS : 1;  // tile rows of a warp
+  constexpr int kRing = L::kQ == 8 ? 2 : V_RING;            // tiles on their way
   constexpr int kTiles = kChainTiles * kRows;
   constexpr int kCopies = type == DType::IQ2_XXS ? (NT == 1 ? 16 : 8) : 0;
   constexpr bool kLeads = NT == 1 && !kOne;
@@ -327,35 +342,44 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
       asm volatile("" : "+l"(xq), "+l"(xd), "+l"(xs));  // addresses stay in registers
       const auto compute = [&](auto one) {
         constexpr bool kSingle = decltype(one)::value;
+        struct Tokens {
+          float dx[NT];
+          float2 sums[NT];
+          uint2 code[NT][kTileBlocks];
+        };
+        const auto tokens_of = [&](int j, Tokens& in) {
+#pragma unroll
+          for (int n = 0; n < NT; ++n) {
+            const int64_t at = n * x.blocks * 8 + j * (kTileBlocks * 8);
+            in.dx[n] = __ldg(xd + at);
+            if constexpr (L::kMin) in.sums[n] = __ldg(xs + at);
+#pragma unroll
+            for (int b = 0; b < kTileBlocks; ++b) {
+              in.code[n][b] = make_uint2(0, 0);
+              if (!kSingle || g == 0) in.code[n][b] = __ldg(reinterpret_cast<const uint2*>(xq + (at + b * 8) * 32));
+            }
+          }
+        };
+        constexpr bool kEarly = V_PRE && NT == 1;
+        Tokens in, later;
+        if (kEarly && unit.tiles > 0) tokens_of(0, in);
 #pragma unroll
         for (int j = 0; j < kChainTiles; ++j) {
           if (j < unit.tiles) {
-            float dx[NT];
-            float2 sums[NT];
-            uint2 code[NT][kTileBlocks];
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-              const int64_t at = n * x.blocks * 8 + j * (kTileBlocks * 8);
-              dx[n] = __ldg(xd + at);
-              if constexpr (L::kMin) sums[n] = __ldg(xs + at);
-#pragma unroll
-              for (int b = 0; b < kTileBlocks; ++b) {
-                code[n][b] = make_uint2(0, 0);
-                if (!kSingle || g == 0) code[n][b] = __ldg(reinterpret_cast<const uint2*>(xq + (at + b * 8) * 32));
-              }
-            }
+            if constexpr (!kEarly) tokens_of(j, in);
+            if (kEarly && j + 1 < unit.tiles) tokens_of(j + 1, later);
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
               const RawTile<type>& tile = raw[(j * kRows + r) % kRing];
               const OwnScales<type> own_scales(tile, lane);
               if constexpr (kSingle) {
-                const Products p0 = products_of<type>(own_scales.row[0], dx[0], sums[0]),
-                               p1 = products_of<type>(own_scales.row[1], dx[0], sums[0]);
+                const Products p0 = products_of<type>(own_scales.row[0], in.dx[0], in.sums[0]),
+                               p1 = products_of<type>(own_scales.row[1], in.dx[0], in.sums[0]);
 #pragma unroll
                 for (int b = 0; b < kTileBlocks; ++b) {
                   int a[4];
                   decode_codes<type, kCopies>(tile, b, book, lane, a);
-                  add_single<type>(acc[r][0], a, p0, p1, lane, (lane & 28) + b, code[0][b], bias);
+                  add_single<type>(acc[r][0], a, p0, p1, lane, (lane & 28) + b, in.code[0][b], bias);
                 }
               } else {
 #pragma unroll
@@ -374,16 +398,17 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
 #pragma unroll
                   for (int n = 0; n < NT; ++n) {
                     const int first = 8 * t + b, second = first + 4;  // lanes 4 (2t) + b and 4 (2t + 1) + b
-                    const float2 two = make_float2(from_lane(dx[n], first), from_lane(dx[n], second));
+                    const float2 two = make_float2(from_lane(in.dx[n], first), from_lane(in.dx[n], second));
                     float4 two_sums = make_float4(0, 0, 0, 0);
                     if constexpr (L::kMin)
-                      two_sums = make_float4(from_lane(sums[n].x, first), from_lane(sums[n].y, first),
-                                             from_lane(sums[n].x, second), from_lane(sums[n].y, second));
-                    add_block<type>(acc[r][n], a, s[0], s[1], lane, code[n][b], two, two_sums, bias);
+                      two_sums = make_float4(from_lane(in.sums[n].x, first), from_lane(in.sums[n].y, first),
+                                             from_lane(in.sums[n].x, second), from_lane(in.sums[n].y, second));
+                    add_block<type>(acc[r][n], a, s[0], s[1], lane, in.code[n][b], two, two_sums, bias);
                   }
                 }
               }
             }
+            if constexpr (kEarly) in = later;
           }
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {

@@ -1,0 +1,53 @@
+// Products of f32 on the matrix units (mma.m16n8k8 on TF32, which has ten mantissa bits): a value is the sum of two
+// such parts, exact to 22 bits; products of two low parts are left out.
+#pragma once
+
+#include <cstdint>
+
+namespace ds4::cuda {
+
+__device__ __forceinline__ void multiply(float (&c)[4], const float (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+__device__ __forceinline__ float high_part(float v) {
+  return __uint_as_float(__float_as_uint(v) & 0xFFFFE000u);
+}
+
+// Adds a block of 32 columns, low parts first: lane 4g + t has columns 8t .. 8t + 7 of rows g and g + 8 of W and of token
+// g of x. Step s of the units' k = t is column 8t + 2s, their k = t + 4 the one behind it. kSplit: values of w may have
+// more than ten mantissa bits.
+template <bool kSplit>
+__device__ __forceinline__ void add_columns(float (&acc)[4], const float (&w)[2][8], const float (&x)[8]) {
+  float high[8], low[8], c[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) high[i] = high_part(x[i]), low[i] = x[i] - high[i];
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    const float a[4] = {w[0][2 * s], w[1][2 * s], w[0][2 * s + 1], w[1][2 * s + 1]};
+    if constexpr (kSplit) {
+      float up[4], down[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) up[i] = high_part(a[i]), down[i] = a[i] - up[i];
+      multiply(c, down, high[2 * s], high[2 * s + 1]);
+      multiply(c, up, low[2 * s], low[2 * s + 1]);
+    } else {
+      multiply(c, a, low[2 * s], low[2 * s + 1]);
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    float a[4] = {w[0][2 * s], w[1][2 * s], w[0][2 * s + 1], w[1][2 * s + 1]};
+    if constexpr (kSplit)
+#pragma unroll
+      for (float& v : a) v = high_part(v);
+    multiply(c, a, high[2 * s], high[2 * s + 1]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) acc[i] = acc[i] + c[i];
+}
+
+}  // namespace ds4::cuda
