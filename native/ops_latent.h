@@ -91,6 +91,12 @@ class LatentOps {
   }
   // streams[k] = post[k] out + sum_j M[j][k] streams[j], in place.      out [T, H]
   virtual void hc_out(Tensor out, Tensor mix, int64_t n, Tensor streams) = 0;
+  // hc_out with `mix`, then hc_in_norm, which writes it anew.
+  virtual void hc_out_in_norm(Ops& ops, Tensor out, const HyperConnection& hc, Tensor streams, Norm norm, Tensor y,
+                              Tensor mix) {
+    hc_out(out, mix, hc.streams, streams);
+    hc_in_norm(ops, hc, streams, norm, y, mix);
+  }
   // y = sum_j (sigmoid(c[j] s0 + b[j]) + eps) streams[j].               y [T, H]
   virtual void hc_head(const HyperConnection& hc, Tensor streams, Tensor y) = 0;
 
@@ -103,6 +109,18 @@ class LatentOps {
   virtual void rope_tail(Tensor x, Tensor table, int64_t heads, bool inverse) = 0;
   // In place, each head a row; `rotated` columns at the end are exempt from Fp8. x [T, heads * D]
   virtual void round_rows(Tensor x, int64_t heads, RowRounding rounding, int64_t rotated) = 0;
+
+  // head_norm, then rope_tail.
+  virtual void head_norm_rope(Tensor x, int64_t heads, float eps, Tensor table) {
+    head_norm(x, heads, eps);
+    rope_tail(x, table, heads, false);
+  }
+  // A key row: rms_norm, rope_tail and round_rows of one head, in place.       x [T, D], table [T, R]
+  virtual void key_row(Ops& ops, Tensor x, Norm norm, Tensor table, RowRounding rounding) {
+    ops.rms_norm(x, norm, x);
+    rope_tail(x, table, 1, false);
+    if (rounding != RowRounding::None) round_rows(x, 1, rounding, table.dim);
+  }
 
   // x[t] becomes row rows[t].position of the ring.
   virtual void ring_store(Tensor x, std::span<const RowRef> rows, size_t ring) = 0;
@@ -132,6 +150,12 @@ class LatentOps {
   //   q [T, heads * D], kv [T, D], out [T, heads * D]
   virtual void latent_attention(Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
                                 const Selection* selection, Tensor out) = 0;
+  // latent_attention, then rope_tail by the negative angle.                    table [T, R]
+  virtual void latent_attention_rope(Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
+                                     const Selection* selection, Tensor table, Tensor out) {
+    latent_attention(q, kv, rows, a, selection, out);
+    rope_tail(out, table, a.heads, true);
+  }
   // A matrix for grouped_linear.
   virtual std::unique_ptr<Weight> load_grouped(const MatrixView& view, int64_t groups) = 0;
   // Block-diagonal y = W x: group g of the rows of W reads columns of group g of x only.

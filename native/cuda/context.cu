@@ -74,13 +74,51 @@ std::vector<DeviceRow> Context::device_list(std::span<const RowRef> rows) const 
   return list;
 }
 
-Activations Context::quantized(Tensor x, const float* gain, float eps) {
+Activations Context::rounded(Workspace::Slot codes, Workspace::Slot scales, Workspace::Slot sums, const Tensor& x) {
   const int64_t blocks = (x.dim / 32 + kTileBlocks - 1) / kTileBlocks * kTileBlocks, n = (x.n + 7) / 8 * 8 * blocks;
-  const Activations a{workspace.get<int8_t>(Workspace::Quants, std::max<int64_t>(1, n * 32)),
-                      workspace.get<float>(Workspace::Scales, std::max<int64_t>(1, n)),
-                      workspace.get<float2>(Workspace::Sums, std::max<int64_t>(1, n)), blocks};
+  return {workspace.get<int8_t>(codes, std::max<int64_t>(1, n * 32)),
+          workspace.get<float>(scales, std::max<int64_t>(1, n)), workspace.get<float2>(sums, std::max<int64_t>(1, n)),
+          blocks};
+}
+
+Activations Context::quantized(Tensor x, const float* gain, float eps) {
+  if (!gain)
+    for (const Rounded& r : kept_)
+      if (r.of.data && r.of.data == x.data && r.of.n == x.n && r.of.dim == x.dim && r.of.stride == x.stride)
+        return r.activations;
+  const Activations a = rounded(Workspace::Quants, Workspace::Scales, Workspace::Sums, x);
   quantize(device, x, gain, eps, a);
   return a;
+}
+
+Activations Context::keep_rounded(Kept place, const Tensor& x) {
+  require(x.dim % kTileCols == 0, "rows that do not fill tiles");
+  const auto slot = [&](Workspace::Slot first) {
+    return static_cast<Workspace::Slot>(static_cast<int>(first) + static_cast<int>(place));
+  };
+  kept_[place] = {x, rounded(slot(Workspace::KeptQuants), slot(Workspace::KeptScales), slot(Workspace::KeptSums), x)};
+  return kept_[place].activations;
+}
+
+void Context::normed(Tensor x, const float* gain, float eps, Tensor y) {
+  const auto aligned = [](const Tensor& t) {
+    return t.stride % 4 == 0 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  };
+  if (x.dim % kTileCols == 0 && aligned(x) && aligned(y)) {
+    const Activations codes = keep_rounded(OfNorm, y);
+    rms_norm(device, x, gain, eps, y, &codes);
+  } else {
+    rms_norm(device, x, gain, eps, y);
+  }
+}
+
+void Context::written(const Tensor& x) {
+  for (Rounded& r : kept_) {
+    if (!r.of.data || x.n == 0) continue;
+    const float *end = r.of.data + (r.of.n - 1) * r.of.stride + r.of.dim,
+                *x_end = x.data + (x.n - 1) * x.stride + x.dim;
+    if (x.data < end && r.of.data < x_end) r = {};
+  }
 }
 
 Tensor Context::floats(Tensor x, const float* gain, float eps) {

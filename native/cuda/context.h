@@ -27,6 +27,7 @@ class Context {
   }
   void reset_step() {
     arena.reset();
+    for (Rounded& r : kept_) r = {};
     if (staged_) return;  // the inputs of this very step
     inputs.reset();
     refs_.clear();
@@ -52,8 +53,15 @@ class Context {
   void linear(const CudaWeight& w, Tensor x, const float* gain, float eps, Tensor y, LinearArgs args);
   // y = silu(G x) * (U x) with the epilogue SwiGLU or Clamped, for a weight loaded as SwiGLU.
   void swiglu(const CudaWeight& w, Tensor x, const float* gain, float eps, Epilogue epilogue, float limit, Tensor y);
-  // Activations for block formats; valid until the next call.
+  // Activations for block formats; valid until the next call, or until x is written where they were kept.
   Activations quantized(Tensor x, const float* gain, float eps);
+  // Room for x rounded, which the caller's kernel fills beside x; `quantized` finds it until `written`.
+  enum Kept { OfLayer, OfNorm, OfHeads, kKept };
+  Activations keep_rounded(Kept place, const Tensor& x);
+  // y = rms_norm(x), kept rounded too where rows fill tiles.
+  void normed(Tensor x, const float* gain, float eps, Tensor y);
+  // Every operation says which of its tensors it has written.
+  void written(const Tensor& x);
 
   Device device;
   Arena arena;
@@ -65,6 +73,12 @@ class Context {
   // Rows of x, normed if asked, aligned for linear_floats and zero behind `dim` up to a multiple of 8.
   Tensor floats(Tensor x, const float* gain, float eps);
   std::vector<DeviceRow> device_list(std::span<const RowRef> rows) const;
+  Activations rounded(Workspace::Slot codes, Workspace::Slot scales, Workspace::Slot sums, const Tensor& x);
+  struct Rounded {
+    Tensor of;
+    Activations activations;
+  };
+  Rounded kept_[kKept];
   bool staged_ = false;
   std::vector<RowRef> refs_;
   const DeviceRow* device_rows_ = nullptr;

@@ -3,6 +3,8 @@
 #include <type_traits>
 
 #include "cuda/device_math.h"
+#include "cuda/hyper.h"
+#include "cuda/hyper_math.h"
 #include "cuda/latent.h"
 #include "cuda/latent_attention.h"
 #include "cuda/moe.h"
@@ -11,7 +13,6 @@
 namespace ds4::cuda {
 namespace {
 
-constexpr int kMostStreams = 16;
 constexpr int kThreads = 256;
 constexpr int kWideThreads = 1024;
 
@@ -37,58 +38,6 @@ __global__ void __launch_bounds__(kWideThreads)
   }
   sum = block_sum(sum, shared);
   if (threadIdx.x == 0) c[blockIdx.y * (n + 1) + i] = sum;
-}
-
-struct HyperArgs {
-  const float *base, *scale;
-  int streams, iterations;
-  float norm_eps, eps;
-  int64_t width;
-};
-
-// Sinkhorn's algorithm on m [n][n] by one warp. For four streams a lane is an entry and sums are shuffles.
-__device__ void sinkhorn(float* m, int n, int iterations, float eps) {
-  const int lane = threadIdx.x;
-  if (n == 4) {
-    float v = lane < 16 ? m[lane] : 0.0f;
-    const auto over = [](float x, int a, int b) {
-      x = x + __shfl_xor_sync(0xFFFFFFFFu, x, a);
-      return x + __shfl_xor_sync(0xFFFFFFFFu, x, b);
-    };
-    float largest = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-    v = expf(v - largest);
-    v = v / over(v, 1, 2) + eps;
-    v = v / (over(v, 4, 8) + eps);
-    for (int i = 1; i < iterations; ++i) {
-      v = v / (over(v, 1, 2) + eps);
-      v = v / (over(v, 4, 8) + eps);
-    }
-    if (lane < 16) m[lane] = v;
-    __syncwarp();
-    return;
-  }
-  const auto scale_lines = [&](int line, int step) {
-    if (lane < n) {
-      float sum = eps;
-      for (int b = 0; b < n; ++b) sum += m[lane * line + b * step];
-      for (int b = 0; b < n; ++b) m[lane * line + b * step] /= sum;
-    }
-    __syncwarp();
-  };
-  if (lane < n) {
-    float* row = m + lane * n;
-    float largest = row[0], sum = 0.0f;
-    for (int b = 1; b < n; ++b) largest = fmaxf(largest, row[b]);
-    for (int b = 0; b < n; ++b) sum += row[b] = expf(row[b] - largest);
-    for (int b = 0; b < n; ++b) row[b] = row[b] / sum + eps;
-  }
-  __syncwarp();
-  scale_lines(1, n);
-  for (int i = 1; i < iterations; ++i) {
-    scale_lines(n, 1);
-    scale_lines(1, n);
-  }
 }
 
 // y = sum of pre[j] streams[j]; the first block of a row also writes the mix. Bytes: the streams once, y once.
@@ -289,6 +238,54 @@ __global__ void __launch_bounds__(128)
   for (int i = threadIdx.x; i < dim; i += blockDim.x) row[i] = shared[i];
 }
 
+// One head of a row: norm without gain, then the rotation of its last columns. A thread has four neighbours at a time.
+__global__ void __launch_bounds__(128) head_norm_rope_kernel(float* x, int64_t stride, int dim, float eps,
+                                                             const float* table, int64_t table_stride, int pairs) {
+  begin_kernel();
+  __shared__ float shared[32];
+  float4* head = reinterpret_cast<float4*>(x + blockIdx.y * stride + static_cast<int64_t>(blockIdx.x) * dim);
+  const float *cosine = table + blockIdx.y * table_stride, *sine = cosine + pairs;
+  float squares = 0.0f;
+  for (int i = threadIdx.x; i < dim / 4; i += 128) {
+    const float4 v = head[i];
+    squares = fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, squares))));
+  }
+  const float factor = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(dim) + eps);
+  for (int i = threadIdx.x; i < dim / 4; i += 128) {
+    float4 v = head[i];
+    v.x *= factor, v.y *= factor, v.z *= factor, v.w *= factor;
+    if (const int pair = (4 * i - (dim - 2 * pairs)) / 2; 4 * i >= dim - 2 * pairs) {
+      rotate(v.x, v.y, cosine[pair], sine[pair]);
+      rotate(v.z, v.w, cosine[pair + 1], sine[pair + 1]);
+    }
+    head[i] = v;
+  }
+}
+
+__global__ void __launch_bounds__(128)
+    key_row_kernel(float* x, int64_t stride, int dim, const float* gain, float eps, const float* table,
+                   int64_t table_stride, int pairs, RowRounding rounding) {
+  begin_kernel();
+  extern __shared__ float shared[];  // [dim], then [32]
+  float* row = x + blockIdx.x * stride;
+  float squares = 0.0f;
+  for (int i = threadIdx.x; i < dim; i += 128) {
+    shared[i] = row[i];
+    squares = fmaf(row[i], row[i], squares);
+  }
+  const float factor = 1.0f / sqrtf(block_sum(squares, shared + dim) / static_cast<float>(dim) + eps);
+  for (int i = threadIdx.x; i < dim; i += 128) shared[i] = shared[i] * factor * gain[i];
+  __syncthreads();
+  const float *cosine = table + blockIdx.x * table_stride, *sine = cosine + pairs;
+  for (int i = threadIdx.x; i < pairs; i += 128) {
+    float* pair = shared + dim - 2 * pairs + 2 * i;
+    rotate(pair[0], pair[1], cosine[i], sine[i]);
+  }
+  __syncthreads();
+  round_row(shared, dim, rounding, 2 * pairs);
+  for (int i = threadIdx.x; i < dim; i += 128) row[i] = shared[i];
+}
+
 void check_rounding(RowRounding rounding, int64_t dim, int64_t rotated) {
   require(rounding != RowRounding::Fp8 || (dim - rotated) % 64 == 0, "Fp8 rows come in groups of 64");
   require(rounding != RowRounding::HadamardFp4 || (std::has_single_bit(static_cast<uint64_t>(dim)) && dim % 32 == 0),
@@ -336,13 +333,22 @@ struct CompressArgs {
 
 // Where a window closes: pools it, norms, rotates and rounds. Tokens of this step are read from `kg`, older ones from
 // the ring, which is written afterwards. Bytes: the window's keys and gates twice. One block for each row of the step.
+// `store`: the rows are so few that none of them takes the place of one that is read; they are stored at once.
 __global__ void __launch_bounds__(kThreads)
-    compress_kernel(const float* kg, int64_t stride, const DeviceRow* rows, CompressArgs a) {
+    compress_kernel(const float* kg, int64_t stride, const DeviceRow* rows, CompressArgs a, bool store) {
   begin_kernel();
   extern __shared__ float pooled[];  // [dim], then [32]
   const int64_t t = blockIdx.x;
   const DeviceRow row = rows[t];
   const int p = row.position;
+  if (store) {
+    const int columns = a.lanes * a.dim;
+    float* to = reinterpret_cast<float*>(ring_row(row, a.ring, p));
+    for (int i = threadIdx.x; i < 2 * columns; i += kThreads) {
+      const float v = kg[t * stride + i];
+      to[i] = i < columns ? v : v + a.bias[p % a.ratio * columns + i - columns];
+    }
+  }
   if ((p + 1) % a.ratio != 0) return;
   const int half = a.lanes * a.dim, first = p + 1 - a.ratio;
   const int start = a.lanes == 2 && first > 0 ? first - a.ratio : first;
@@ -412,7 +418,21 @@ class CudaLatentOps final : public LatentOps {
     const int64_t n = hc.streams;
     require(streams.dim == n * y.dim && mix.dim == n + n * n && y.n == streams.n && mix.n == streams.n && norm.gain,
             "hc_in_norm shapes");
+    enter();
+    if (mix_and_norm(context_, hc, nullptr, streams, vector_of(*norm.gain, y.dim, "norm shape"), norm.eps, y, mix))
+      return;
     hyper(hc, 2 * n + n * n, 3, streams, y, &mix, &norm);
+  }
+
+  void hc_out_in_norm(Ops& ops, Tensor out, const HyperConnection& hc, Tensor streams, Norm norm, Tensor y,
+                      Tensor mix) override {
+    const int64_t n = hc.streams;
+    require(streams.dim == n * y.dim && out.dim == y.dim && mix.dim == n + n * n && y.n == streams.n &&
+                out.n == streams.n && mix.n == streams.n && norm.gain,
+            "hc_out_in_norm shapes");
+    enter();
+    if (mix_and_norm(context_, hc, &out, streams, vector_of(*norm.gain, y.dim, "norm shape"), norm.eps, y, mix)) return;
+    LatentOps::hc_out_in_norm(ops, out, hc, streams, norm, y, mix);
   }
 
   void hc_head(const HyperConnection& hc, Tensor streams, Tensor y) override {
@@ -422,6 +442,7 @@ class CudaLatentOps final : public LatentOps {
 
   void hc_out(Tensor out, Tensor mix, int64_t n, Tensor streams) override {
     enter();
+    context_.written(streams);
     require(streams.dim == n * out.dim && mix.dim == n + n * n && out.n == streams.n && n <= kMostStreams,
             "hc_out shapes");
     if (out.n == 0) return;
@@ -439,6 +460,7 @@ class CudaLatentOps final : public LatentOps {
 
   void head_norm(Tensor x, int64_t heads, float eps) override {
     enter();
+    context_.written(x);
     require(x.dim % heads == 0, "head_norm shapes");
     if (x.n == 0) return;
     launch_kernel(stream(), dim3(static_cast<unsigned>(heads), static_cast<unsigned>(x.n)), 128, 0, head_norm_kernel,
@@ -448,6 +470,7 @@ class CudaLatentOps final : public LatentOps {
 
   void rope_table_f32(std::span<const RowRef> rows, std::span<const float> freq, Tensor out) override {
     enter();
+    context_.written(out);
     const auto pairs = static_cast<int64_t>(freq.size());
     require(static_cast<int64_t>(rows.size()) == out.n && out.dim == 2 * pairs, "rope_table_f32 shapes");
     if (out.n == 0) return;
@@ -458,6 +481,7 @@ class CudaLatentOps final : public LatentOps {
 
   void rope_tail(Tensor x, Tensor table, int64_t heads, bool inverse) override {
     enter();
+    context_.written(x);
     const int64_t dim = x.dim / heads, pairs = table.dim / 2;
     require(x.dim % heads == 0 && table.n == x.n && 2 * pairs <= dim, "rope_tail shapes");
     if (x.n == 0) return;
@@ -469,6 +493,7 @@ class CudaLatentOps final : public LatentOps {
 
   void round_rows(Tensor x, int64_t heads, RowRounding rounding, int64_t rotated) override {
     enter();
+    context_.written(x);
     require(x.dim % heads == 0, "round_rows shapes");
     const int64_t dim = x.dim / heads;
     check_rounding(rounding, dim, rotated);
@@ -520,10 +545,13 @@ class CudaLatentOps final : public LatentOps {
                    c.eps,
                    c.rounding};
     const DeviceRow* list = context_.rows(rows);
+    // A closing window reads no further back than its own tokens and, of two lanes, those of the window before.
+    const bool store = kg.n + lanes * c.ratio <= a.ring.capacity;
     launch_kernel(stream(), static_cast<unsigned>(kg.n), kThreads, static_cast<size_t>(c.dim + 32) * sizeof(float),
-                  compress_kernel, kg.data, kg.stride, list, a);
-    launch_kernel(stream(), dim3(pieces(2 * half, kThreads), static_cast<unsigned>(kg.n)), kThreads, 0,
-                  store_open_kernel, kg.data, kg.stride, list, a.ring, a.bias, a.ratio, static_cast<int>(half));
+                  compress_kernel, kg.data, kg.stride, list, a, store);
+    if (!store)
+      launch_kernel(stream(), dim3(pieces(2 * half, kThreads), static_cast<unsigned>(kg.n)), kThreads, 0,
+                    store_open_kernel, kg.data, kg.stride, list, a.ring, a.bias, a.ratio, static_cast<int>(half));
     DS4_CUDA(cudaGetLastError());
   }
 
@@ -536,7 +564,41 @@ class CudaLatentOps final : public LatentOps {
   void latent_attention(Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
                         const Selection* selection, Tensor out) override {
     enter();
-    cuda::latent_attention(context_, q, kv, rows, a, selection, out);
+    context_.written(out);
+    cuda::latent_attention(context_, q, kv, rows, a, selection, nullptr, out);
+  }
+
+  void latent_attention_rope(Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
+                             const Selection* selection, Tensor table, Tensor out) override {
+    enter();
+    require(table.n == out.n && table.dim <= a.head_dim && table.dim % 8 == 0, "latent_attention_rope shapes");
+    context_.written(out);
+    cuda::latent_attention(context_, q, kv, rows, a, selection, &table, out);
+  }
+
+  void head_norm_rope(Tensor x, int64_t heads, float eps, Tensor table) override {
+    enter();
+    const int64_t dim = x.dim / heads;
+    require(x.dim % heads == 0 && table.n == x.n && table.dim <= dim, "head_norm_rope shapes");
+    if (dim % 4 != 0 || table.dim % 4 != 0 || x.stride % 4 != 0) return LatentOps::head_norm_rope(x, heads, eps, table);
+    context_.written(x);
+    if (x.n == 0) return;
+    launch_kernel(stream(), dim3(static_cast<unsigned>(heads), static_cast<unsigned>(x.n)), 128, 0,
+                  head_norm_rope_kernel, x.data, x.stride, static_cast<int>(dim), eps, table.data, table.stride,
+                  static_cast<int>(table.dim / 2));
+    DS4_CUDA(cudaGetLastError());
+  }
+
+  void key_row(Ops&, Tensor x, Norm norm, Tensor table, RowRounding rounding) override {
+    enter();
+    require(table.n == x.n && table.dim <= x.dim && norm.gain, "key_row shapes");
+    check_rounding(rounding, x.dim, table.dim);
+    context_.written(x);
+    if (x.n == 0) return;
+    launch_kernel(stream(), static_cast<unsigned>(x.n), 128, static_cast<size_t>(x.dim + 32) * sizeof(float),
+                  key_row_kernel, x.data, x.stride, static_cast<int>(x.dim), vector_of(*norm.gain, x.dim, "norm shape"),
+                  norm.eps, table.data, table.stride, static_cast<int>(table.dim / 2), rounding);
+    DS4_CUDA(cudaGetLastError());
   }
 
   std::unique_ptr<Weight> load_grouped(const MatrixView& view, int64_t groups) override {
@@ -548,6 +610,7 @@ class CudaLatentOps final : public LatentOps {
 
   void grouped_linear(const Weight& w, Tensor x, int64_t groups, Tensor y) override {
     enter();
+    context_.written(y);
     require(x.dim == groups * w.cols() && y.dim == w.rows() && w.rows() % groups == 0 && x.n == y.n &&
                 w.rows() / groups % 4 == 0 && w.cols() % 8 == 0,
             "grouped_linear shapes");
@@ -558,6 +621,7 @@ class CudaLatentOps final : public LatentOps {
 
   void linear_swiglu_clamped(const Weight& w, Tensor x, float limit, Tensor y) override {
     enter();
+    context_.written(y);
     require(x.n == y.n && x.dim == w.cols() && 2 * y.dim == w.rows(), "linear_swiglu_clamped shapes");
     context_.swiglu(on_device(w), x, nullptr, 0, Epilogue::Clamped, limit, y);
   }
@@ -582,6 +646,7 @@ class CudaLatentOps final : public LatentOps {
   void moe(const Weight& gate_up, const Weight& down, Tensor x, const Routing& routing, float limit,
            Tensor y) override {
     enter();
+    context_.written(y);
     experts(context_, on_device(gate_up), on_device(down), x, routing, limit, y);
   }
 
@@ -598,6 +663,8 @@ class CudaLatentOps final : public LatentOps {
   void hyper(const HyperConnection& hc, int64_t rows, int64_t scales, Tensor streams, Tensor y, const Tensor* mix,
              const Norm* norm = nullptr) {
     enter();
+    context_.written(y);
+    if (mix) context_.written(*mix);
     const CudaWeight& fn = on_device(*hc.fn);
     require(fn.cols() == streams.dim && fn.rows() == rows && hc.streams <= kMostStreams, "hyper-connection shape");
     if (streams.n == 0) return;

@@ -53,15 +53,35 @@ struct LatentParts {
   int64_t chunks;
 };
 
-// Bytes: 64 rows of dim floats, twice (the second time from a cache), for 16 heads. Operations: 16 * 4 * 64 * dim,
+// The rotation of the last columns of a head by the negative angle; `table` null: none.
+struct Turn {
+  const float* table;  // cos, then sin of the row's `pairs` angles
+  int64_t stride;
+  int pairs;
+
+  // Four neighbouring columns from `column` on.
+  __device__ __forceinline__ void back(float (&v)[4], int64_t t, int column, int dim) const {
+    const int pair = (column - (dim - 2 * pairs)) / 2;
+    if (!table || column < dim - 2 * pairs) return;
+    const float *cosine = table + t * stride + pair, *sine = cosine + pairs;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float a = v[2 * i], b = v[2 * i + 1], c = cosine[i], s = -sine[i];
+      v[2 * i] = a * c - b * s;
+      v[2 * i + 1] = a * s + b * c;
+    }
+  }
+};
+
+// Bytes: 64 rows of dim floats for 16 heads, through shared memory. Operations: 16 * 4 * 64 * dim,
 // three times over on the matrix units. Scores: a warp has eight of the rows. Weighted sums: a warp has 64 columns.
 // kWhole: all chunks of the row, into `out`; otherwise chunk blockIdx.x into `p`.
 template <bool kWhole>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 1)
     attend_latent(const float* q, int64_t q_stride, const float* kv, int64_t kv_stride, const DeviceRow* rows,
                   int32_t first_row, VisibleRows list, BufferPlace ring, BufferPlace compressed, const int32_t* ids,
                   const int32_t* counts, int64_t ids_stride, const float* sinks, int heads, int dim, float scale,
-                  LatentParts p, float* out, int64_t out_stride) {
+                  LatentParts p, Turn turn, float* out, int64_t out_stride) {
   begin_kernel();
   extern __shared__ float4 shared4[];
   constexpr int kScorePitch = kRows + 4;
@@ -73,8 +93,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const DeviceRow row = rows[t];
   const int total = list.total(row.position), quads = dim / 4;
   if (!kWhole && static_cast<int>(blockIdx.x) * kRows >= total) return;
-  float* query = reinterpret_cast<float*>(shared4);  // [16][pitch]: lanes of a quarter warp fall into different banks
+  // [16][pitch] and [64][pitch]: lanes of a quarter warp fall into different banks.
+  float* query = reinterpret_cast<float*>(shared4);
   const int pitch = (dim + 31) / 32 * 32 + 4;
+  float* latent = query + kHeads * pitch;
   for (int i = threadIdx.x; i < kHeads * (pitch / 4); i += kThreads) {
     const int h = i / (pitch / 4), at = i % (pitch / 4);
     float4 v = make_float4(0, 0, 0, 0);
@@ -108,14 +130,22 @@ __global__ void __launch_bounds__(kThreads, 2)
       entry[threadIdx.x] = at;
     }
     __syncthreads();
+    // Every lane copies a piece of the rows that its own warp scores first; columns behind the last are zeros.
+    const int used = min(kRows, (n + 7) / 8 * 8);
+    for (int j = warp * 8; j < min(used, warp * 8 + 8); ++j)
+      for (int i = lane; i < pitch / 4 - 1; i += 32)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                         static_cast<uint32_t>(__cvta_generic_to_shared(latent + j * pitch + 4 * i))),
+                     "l"(entry[j] + (i < quads ? 4 * i : 0)), "r"(i < quads ? 16 : 0));
+    asm volatile("cp.async.wait_all;");
+    __syncwarp();
     if (warp * 8 < n) {
-      const float4* key = reinterpret_cast<const float4*>(entry[warp * 8 + g] + 8 * c);
+      const float4* key = reinterpret_cast<const float4*>(latent + (warp * 8 + g) * pitch + 8 * c);
       const float *q0 = query + g * pitch + 8 * c, *q1 = q0 + 8 * pitch;
       float acc[4] = {0, 0, 0, 0};
 #pragma unroll 4
       for (int d = 0; d < dim; d += 32) {
-        float4 k0 = make_float4(0, 0, 0, 0), k1 = k0;
-        if (d + 8 * c < dim) k0 = key[d / 4], k1 = key[d / 4 + 1];
+        const float4 k0 = key[d / 4], k1 = key[d / 4 + 1];
         const float x[8] = {k0.x, k0.y, k0.z, k0.w, k1.x, k1.y, k1.z, k1.w};
         float w[2][8];
 #pragma unroll
@@ -154,7 +184,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       float sum[8][4];
 #pragma unroll
       for (int i = 0; i < 32; ++i) sum[i / 4][i % 4] = 0.0f;
-      const bool inside = column0 + 8 * g < dim;
 #pragma unroll 2
       for (int first = 0; first < n; first += 8) {
         const float* s = score + g * kScorePitch + first + c;
@@ -162,11 +191,9 @@ __global__ void __launch_bounds__(kThreads, 2)
         float x[2][8];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          float4 v0 = make_float4(0, 0, 0, 0), v1 = v0;
-          if (inside) {
-            const float4* value = reinterpret_cast<const float4*>(entry[first + c + 4 * r] + column0 + 8 * g);
-            v0 = value[0], v1 = value[1];
-          }
+          const float4* value =
+              reinterpret_cast<const float4*>(latent + (first + c + 4 * r) * pitch + min(column0 + 8 * g, dim - 8));
+          const float4 v0 = value[0], v1 = value[1];
           x[r][0] = v0.x, x[r][1] = v0.y, x[r][2] = v0.z, x[r][3] = v0.w;
           x[r][4] = v1.x, x[r][5] = v1.y, x[r][6] = v1.z, x[r][7] = v1.w;
         }
@@ -216,28 +243,44 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int k = 0; k < 2; ++k)
         if (column0 + 16 * c + 8 * k < dim)
 #pragma unroll
-          for (int i = 0; i < 8; ++i) to[16 * c + 8 * k + i] = all[i][2 * r + k] * inverse;
+          for (int i = 0; i < 8; i += 4) {
+            float v[4] = {all[i][2 * r + k] * inverse, all[i + 1][2 * r + k] * inverse, all[i + 2][2 * r + k] * inverse,
+                          all[i + 3][2 * r + k] * inverse};
+            turn.back(v, t, column0 + 16 * c + 8 * k + i, dim);
+            *reinterpret_cast<float4*>(to + 16 * c + 8 * k + i) = make_float4(v[0], v[1], v[2], v[3]);
+          }
     }
   }
 }
 
-// Bytes: the chunks' sums once. One block of threads for a head of a row.
+// Bytes: the chunks' sums once. One block of threads for a head of a row, four columns each thread; the result also
+// rounded where `codes` has room.
 __global__ void join_chunks(LatentParts p, const DeviceRow* rows, VisibleRows list, const float* sinks, int64_t heads,
-                            int64_t dim, float* out, int64_t stride) {
+                            int dim, Turn turn, float* out, int64_t stride, Activations codes) {
   begin_kernel();
   const int64_t t = blockIdx.y, h = blockIdx.x, of = (t * heads + h) * p.chunks;
-  const int chunks = (list.total(rows[t].position) + kRows - 1) / kRows;
-  for (int64_t d = threadIdx.x; d < dim; d += blockDim.x) {
-    Softmax all = start_of(sinks, static_cast<int>(h));
-    float sum = 0.0f;
+  const int chunks = (list.total(rows[t].position) + kRows - 1) / kRows, d = 4 * static_cast<int>(threadIdx.x);
+  if (d >= dim) return;
+  Softmax all = start_of(sinks, static_cast<int>(h));
+  float sum[4] = {0, 0, 0, 0};
 #pragma unroll 4
-    for (int c = 0; c < chunks; ++c) {
-      float before, added;
-      join(all, p.stats[of + c], before, added);
-      sum = fmaf(sum, before, p.sums[(of + c) * dim + d] * added);
-    }
-    out[t * stride + h * dim + d] = sum * (1.0f / all.total);
+  for (int c = 0; c < chunks; ++c) {
+    float before, added;
+    join(all, p.stats[of + c], before, added);
+    const float4 v = *reinterpret_cast<const float4*>(p.sums + (of + c) * dim + d);
+    sum[0] = fmaf(sum[0], before, v.x * added);
+    sum[1] = fmaf(sum[1], before, v.y * added);
+    sum[2] = fmaf(sum[2], before, v.z * added);
+    sum[3] = fmaf(sum[3], before, v.w * added);
   }
+  const float inverse = 1.0f / all.total;
+#pragma unroll
+  for (float& v : sum) v = v * inverse;
+  turn.back(sum, t, d, dim);
+  *reinterpret_cast<float4*>(out + t * stride + h * dim + d) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  if (codes.q)
+    store_codes(sum, threadIdx.x % 8, (t >> 3) * codes.blocks * 8 + (t & 7) + (h * dim + d) / 32 * 8,
+                const_cast<int8_t*>(codes.q), const_cast<float*>(codes.d), const_cast<float2*>(codes.sums));
 }
 
 // ---- indexer
@@ -377,12 +420,12 @@ __global__ void __launch_bounds__(1024) top_k(const float* score, int64_t score_
 }  // namespace
 
 void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
-                      const Selection* selection, Tensor out) {
+                      const Selection* selection, const Tensor* table, Tensor out) {
   const int64_t dim = a.head_dim;
   require(q.dim == a.heads * dim && out.dim == q.dim && kv.dim == dim && q.n == kv.n && out.n == q.n &&
               static_cast<int64_t>(rows.size()) == q.n,
           "latent_attention shapes");
-  if (dim % 8 != 0 || dim > kMostColumns || q.stride % 4 != 0 || kv.stride % 4 != 0)
+  if (dim % 8 != 0 || dim > kMostColumns || q.stride % 4 != 0 || kv.stride % 4 != 0 || out.stride % 4 != 0)
     throw Unsupported("latent attention with heads of " + std::to_string(dim) + " columns: a multiple of 8 up to " +
                       std::to_string(kMostColumns) + " is implemented");
   if (q.n == 0) return;
@@ -394,7 +437,7 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
   const int64_t groups = (a.heads + kHeads - 1) / kHeads;
   const float* sinks = a.sinks ? vector_of(*a.sinks, a.heads, "sinks shape") : nullptr;
   const BufferPlace ring = state.place(a.window_ring), compressed = a.compressed ? state.place(a.rows) : BufferPlace{};
-  const size_t shared = static_cast<size_t>(kHeads * ((dim + 31) / 32 * 32 + 4)) * sizeof(float);
+  const size_t shared = static_cast<size_t>((kHeads + kRows) * ((dim + 31) / 32 * 32 + 4)) * sizeof(float);
   // Few rows: their chunks side by side.
   const bool whole = q.n * groups >= 3 * context.device.multiprocessors();
   LatentParts p{nullptr, nullptr, (longest + kRows - 1) / kRows};
@@ -402,14 +445,18 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
   const int64_t at_once = whole ? 65535 : std::clamp<int64_t>((int64_t{1} << 27) / row_floats, 1, 65535);
   for (int64_t first = 0; first < q.n; first += at_once) {
     const int64_t n = std::min(at_once, q.n - first);
+    const Turn turn{table ? table->data + first * table->stride : nullptr, table ? table->stride : 0,
+                    table ? static_cast<int>(table->dim / 2) : 0};
     const auto launch = [&](auto kernel) {
+      if (shared > 40 * 1024)
+        DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
       const dim3 grid(whole ? 1u : static_cast<unsigned>(p.chunks), static_cast<unsigned>(groups),
                       static_cast<unsigned>(n));
       launch_kernel(context.device.stream(), grid, kThreads, shared, kernel, q.data + first * q.stride, q.stride,
                     kv.data, kv.stride, list + first, static_cast<int32_t>(first), visible, ring, compressed,
                     selection ? selection->ids + first * selection->capacity : nullptr,
                     selection ? selection->counts + first : nullptr, selection ? selection->capacity : 0, sinks,
-                    static_cast<int>(a.heads), static_cast<int>(dim), a.scale, p, out.data + first * out.stride,
+                    static_cast<int>(a.heads), static_cast<int>(dim), a.scale, p, turn, out.data + first * out.stride,
                     out.stride);
     };
     if (whole) {
@@ -419,9 +466,12 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
       p.stats = reinterpret_cast<Softmax*>(memory);
       p.sums = memory + (2 * n * a.heads * p.chunks + 3) / 4 * 4;
       launch(attend_latent<false>);
+      // Codes for what follows, when all rows are of this one launch.
+      const bool rounded = table && n == q.n && dim % 32 == 0 && out.dim % kTileCols == 0 && out.stride == out.dim;
       launch_kernel(context.device.stream(), dim3(static_cast<unsigned>(a.heads), static_cast<unsigned>(n)),
-                    static_cast<unsigned>(std::min<int64_t>((dim + 31) / 32 * 32, 512)), 0, join_chunks, p,
-                    list + first, visible, sinks, a.heads, dim, out.data + first * out.stride, out.stride);
+                    static_cast<unsigned>((dim / 4 + 31) / 32 * 32), 0, join_chunks, p, list + first, visible, sinks,
+                    a.heads, static_cast<int>(dim), turn, out.data + first * out.stride, out.stride,
+                    rounded ? context.keep_rounded(Context::OfHeads, out) : Activations{});
     }
     DS4_CUDA(cudaGetLastError());
   }

@@ -6,9 +6,9 @@
 
 namespace ds4::cuda {
 
-// See LatentOps::latent_attention and LatentOps::select.
+// See LatentOps::latent_attention, latent_attention_rope (`table`, or null) and select.
 void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
-                      const Selection* selection, Tensor out);
+                      const Selection* selection, const Tensor* table, Tensor out);
 Selection select_rows(Context& context, Tensor q, Tensor weight, std::span<const RowRef> rows, size_t index_rows,
                       int64_t ratio, int64_t heads, int64_t k);
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <string>
 
 #include "cuda/device_math.h"
@@ -50,6 +51,27 @@ __global__ void __launch_bounds__(kWideThreads)
   for (int64_t i = threadIdx.x; i < cols; i += kWideThreads) y[blockIdx.x * y_stride + i] = row[i] * factor * gain[i];
 }
 
+__global__ void __launch_bounds__(kWideThreads)
+    norm_codes_kernel(const float* x, int64_t stride, int64_t cols, const float* gain, float eps, float* y,
+                      int64_t y_stride, int64_t blocks, int8_t* q, float* d, float2* sums) {
+  begin_kernel();
+  __shared__ float shared[32];
+  const float4* row = reinterpret_cast<const float4*>(x + blockIdx.x * stride);
+  float squares = 0.0f;
+  for (int64_t i = threadIdx.x; i < cols / 4; i += blockDim.x) {
+    const float4 v = row[i];
+    squares = fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, squares))));
+  }
+  const float factor = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(cols) + eps);
+  const int64_t place = (blockIdx.x >> 3) * blocks * 8 + (blockIdx.x & 7);
+  for (int64_t i = threadIdx.x; i < cols / 4; i += blockDim.x) {
+    const float4 v = row[i], g = reinterpret_cast<const float4*>(gain)[i];
+    const float four[4] = {v.x * factor * g.x, v.y * factor * g.y, v.z * factor * g.z, v.w * factor * g.w};
+    reinterpret_cast<float4*>(y + blockIdx.x * y_stride)[i] = make_float4(four[0], four[1], four[2], four[3]);
+    store_codes(four, threadIdx.x % 8, place + i / 8 * 8, q, d, sums);
+  }
+}
+
 }  // namespace
 
 void quantize(const Device& device, Tensor x, const float* gain, float eps, const Activations& to) {
@@ -61,10 +83,17 @@ void quantize(const Device& device, Tensor x, const float* gain, float eps, cons
   DS4_CUDA(cudaGetLastError());
 }
 
-void rms_norm(const Device& device, Tensor x, const float* gain, float eps, Tensor y) {
+void rms_norm(const Device& device, Tensor x, const float* gain, float eps, Tensor y, const Activations* codes) {
   if (x.n == 0) return;
-  launch_kernel(device.stream(), static_cast<unsigned>(x.n), kWideThreads, 0, rms_norm_kernel, x.data, x.stride, x.dim,
-                gain, eps, y.data, y.stride);
+  if (codes) {
+    const auto threads = static_cast<unsigned>(std::min<int64_t>(kWideThreads, x.dim / 4));
+    launch_kernel(device.stream(), static_cast<unsigned>(x.n), threads, 0, norm_codes_kernel, x.data, x.stride, x.dim,
+                  gain, eps, y.data, y.stride, codes->blocks, const_cast<int8_t*>(codes->q),
+                  const_cast<float*>(codes->d), const_cast<float2*>(codes->sums));
+  } else {
+    launch_kernel(device.stream(), static_cast<unsigned>(x.n), kWideThreads, 0, rms_norm_kernel, x.data, x.stride,
+                  x.dim, gain, eps, y.data, y.stride);
+  }
   DS4_CUDA(cudaGetLastError());
 }
 

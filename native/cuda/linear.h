@@ -60,7 +60,9 @@ struct LinearArgs {
 
 // Activations of T rows as int8, normed first when `gain` is given.
 void quantize(const Device& device, Tensor x, const float* gain, float eps, const Activations& to);
-void rms_norm(const Device& device, Tensor x, const float* gain, float eps, Tensor y);
+// `codes`: y rounded, too; columns in fours, rows aligned to them.
+void rms_norm(const Device& device, Tensor x, const float* gain, float eps, Tensor y,
+              const Activations* codes = nullptr);
 
 // One segment of a block format.
 void linear_blocks(const Device& device, const Segment& w, const Activations& x, LinearArgs args);

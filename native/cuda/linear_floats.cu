@@ -150,9 +150,10 @@ __device__ __forceinline__ void store(const FloatArgs& p, int64_t row, int64_t t
 
 // Few tokens. Bytes: W once, x once for each 16 rows, from the cache. A warp computes one chain of 16 rows, the block
 // of threads adds the chains.
-template <class T, int NT>
-__global__ void __launch_bounds__(kThreads) stream_floats(const T* w, FloatArgs p) {
-  constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // blocks on their way
+// kTail: the columns do not fill blocks of 32.
+template <class T, int NT, bool kTail>
+__global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatArgs p) {
+  constexpr int kAhead = sizeof(T) == 4 ? 4 : NT == 1 ? 16 : 8;  // blocks on their way
   __shared__ float part[kFloatWarps][NT * 128];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int blocks = static_cast<int>((p.cols + 31) / 32), chains = (blocks + kChainBlocks - 1) / kChainBlocks;
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) stream_floats(const T* w, FloatArgs 
 #pragma unroll
   for (int r = 0; r < 2; ++r) row[r] = w + (group * p.rank + min(first + g + 8 * r, p.rank - 1)) * p.w_stride + 8 * t;
   const auto load = [&](int block, Eight<T>(&raw)[2]) {
-    if (block * 32 + 8 * t >= p.cols) return;
+    if (kTail && block * 32 + 8 * t >= p.cols) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) raw[r].load(row[r] + block * 32);
   };
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(kThreads) stream_floats(const T* w, FloatArgs 
       for (int i = 0; i < kAhead; ++i)
         if (base + i < n) {
           const int column = (block0 + base + i) * 32 + 8 * t;
-          const bool inside = column < p.cols;
+          const bool inside = !kTail || column < p.cols;
           float k[2][8];
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(kThreads) stream_floats(const T* w, FloatArgs 
 }
 
 // Many tokens: a block of threads computes 128 rows for 64 tokens, a warp 16 rows; x goes through shared memory.
-template <class T>
+template <class T, bool kTail>
 __global__ void __launch_bounds__(kThreads) tile_floats(const T* w, FloatArgs p) {
   constexpr int NT = kTokens / 8, kPitch = 36;  // floats of a token: lanes of a quarter warp fall into different banks
   __shared__ alignas(16) float stage[3][kTokens * kPitch];
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(kThreads) tile_floats(const T* w, FloatArgs p)
   for (int r = 0; r < 2; ++r)
     row[r] = w + (group * p.rank + min(static_cast<int64_t>(tile) * 16 + g + 8 * r, p.rank - 1)) * p.w_stride + 8 * t;
   const auto load = [&](int block, Eight<T>(&raw)[2]) {
-    if (block * 32 + 8 * t >= p.cols) return;
+    if (kTail && block * 32 + 8 * t >= p.cols) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) raw[r].load(row[r] + block * 32);
   };
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kThreads) tile_floats(const T* w, FloatArgs p)
   const auto fetch = [&](int block) {
     if (block < blocks) {
       float* to = stage[block % 3] + slot * kPitch + piece;
-      const bool inside = block * 32 + piece < p.cols;
+      const bool inside = !kTail || block * 32 + piece < p.cols;
       const float* from = inside ? source + block * 32 : source;
       const int bytes = inside ? 16 : 0;
 #pragma unroll
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(kThreads) tile_floats(const T* w, FloatArgs p)
     __syncthreads();
     fetch(block + 2);
     float k[2][8];
-    const bool inside = block * 32 + 8 * t < p.cols;
+    const bool inside = !kTail || block * 32 + 8 * t < p.cols;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       raw[r].decode(k[r]);
@@ -320,7 +321,7 @@ __global__ void __launch_bounds__(kThreads) tile_floats(const T* w, FloatArgs p)
     }
 }
 
-template <class T>
+template <class T, bool kTail>
 void launch_matrix(const Device& device, const Segment& w, const float* x, int64_t x_stride, const LinearArgs& a) {
   const FloatArgs p{a.rows, a.rank, (a.cols + 7) / 8 * 8,       a.T, w.stride, x_stride, a.y_stride, x,
                     a.y,    a.bias, a.epilogue == Epilogue::Add};
@@ -330,18 +331,18 @@ void launch_matrix(const Device& device, const Segment& w, const float* x, int64
     launch_kernel(device.stream(),
                   dim3(static_cast<unsigned>((p.T + kTokens - 1) / kTokens),
                        static_cast<unsigned>((tiles + kFloatWarps - 1) / kFloatWarps), static_cast<unsigned>(groups)),
-                  kThreads, 0, tile_floats<T>, data, p);
+                  kThreads, 0, tile_floats<T, kTail>, data, p);
     return;
   }
   const int64_t chains = ((p.cols + 31) / 32 + kChainBlocks - 1) / kChainBlocks;
   const int64_t tile_rows = kFloatWarps / std::min<int64_t>(chains, kFloatWarps);
   const auto grid = static_cast<unsigned>((groups * tiles + tile_rows - 1) / tile_rows);
   if (p.T <= 8)
-    launch_kernel(device.stream(), grid, kThreads, 0, stream_floats<T, 1>, data, p);
+    launch_kernel(device.stream(), grid, kThreads, 0, stream_floats<T, 1, kTail>, data, p);
   else if (p.T <= 16)
-    launch_kernel(device.stream(), grid, kThreads, 0, stream_floats<T, 2>, data, p);
+    launch_kernel(device.stream(), grid, kThreads, 0, stream_floats<T, 2, kTail>, data, p);
   else
-    launch_kernel(device.stream(), grid, kThreads, 0, stream_floats<T, 4>, data, p);
+    launch_kernel(device.stream(), grid, kThreads, 0, stream_floats<T, 4, kTail>, data, p);
 }
 
 // ---- gates and ups, experts: plain f32 arithmetic
@@ -427,7 +428,8 @@ void launch(const Device& device, const Segment& w, const float* x, int64_t x_st
   if (args.n_items || args.epilogue == Epilogue::SwiGLU || args.epilogue == Epilogue::Clamped)
     launch_floats<T>(device.stream(), w, x, x_stride, args);
   else
-    launch_matrix<T>(device, w, x, x_stride, args);
+    args.cols % 32 ? launch_matrix<T, true>(device, w, x, x_stride, args)
+                   : launch_matrix<T, false>(device, w, x, x_stride, args);
 }
 
 }  // namespace

@@ -17,9 +17,9 @@ __device__ __forceinline__ float high_part(float v) {
   return __uint_as_float(__float_as_uint(v) & 0xFFFFE000u);
 }
 
-// Adds a block of 32 columns, low parts first: lane 4g + t has columns 8t .. 8t + 7 of rows g and g + 8 of W and of token
-// g of x. Step s of the units' k = t is column 8t + 2s, their k = t + 4 the one behind it. kSplit: values of w may have
-// more than ten mantissa bits.
+// Adds a block of 32 columns, low parts first: lane 4g + t has columns 8t .. 8t + 7 of rows g and g + 8 of W and of
+// token g of x. Step s of the units' k = t is column 8t + 2s, their k = t + 4 the one behind it. kSplit: values of w
+// may have more than ten mantissa bits.
 template <bool kSplit>
 __device__ __forceinline__ void add_columns(float (&acc)[4], const float (&w)[2][8], const float (&x)[8]) {
   float high[8], low[8], c[4] = {0, 0, 0, 0};

@@ -128,7 +128,22 @@ class Arena {
 // Named temporaries inside an operation. Grow only.
 class Workspace {
  public:
-  enum Slot { Quants, Scales, Sums, Floats, Partials, Hidden, Products, Coefficients, Scores, Plan, kSlots };
+  enum Slot {
+    Quants,
+    Scales,
+    Sums,
+    Floats,
+    Partials,
+    Hidden,
+    Products,
+    Coefficients,
+    Scores,
+    Plan,
+    KeptQuants,  // three of each, see Context::Kept
+    KeptScales = KeptQuants + 3,
+    KeptSums = KeptScales + 3,
+    kSlots = KeptSums + 3
+  };
   explicit Workspace(const Device& device) : device_(device) {}
   template <class T>
   T* get(Slot slot, int64_t count) {

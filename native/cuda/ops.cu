@@ -76,6 +76,13 @@ struct StepGraph {
 constexpr size_t kGraphRows = 32;
 constexpr size_t kMostGraphs = 64;
 
+// At the end of an operation: its output is no longer what was kept of it.
+struct Written {
+  Context& context;
+  const Tensor& tensor;
+  ~Written() { context.written(tensor); }
+};
+
 class CudaOps final : public Ops {
  public:
   explicit CudaOps(const CudaOptions& options)
@@ -123,6 +130,7 @@ class CudaOps final : public Ops {
 
   void to_device(const float* from, const Tensor& to) override {
     context_.device.enter();
+    const Written note{context_, to};
     if (to.n == 0) return;
     const size_t row = static_cast<size_t>(to.dim) * sizeof(float);
     DS4_CUDA(cudaMemcpy2DAsync(to.data, static_cast<size_t>(to.stride) * sizeof(float), from, row, row,
@@ -160,6 +168,7 @@ class CudaOps final : public Ops {
 
   void embed(const Weight& table, std::span<const int32_t> ids, Tensor out) override {
     context_.device.enter();
+    const Written note{context_, out};
     require(static_cast<int64_t>(ids.size()) == out.n && table.cols() == out.dim, "embed shapes");
     for (const int32_t id : ids) require(id >= 0 && id < table.rows(), "token id outside the embedding table");
     if (out.n == 0) return;
@@ -169,11 +178,13 @@ class CudaOps final : public Ops {
   void rms_norm(Tensor x, Norm norm, Tensor y) override {
     context_.device.enter();
     require(x.n == y.n && x.dim == y.dim, "rms_norm shapes");
-    cuda::rms_norm(context_.device, x, gain(&norm, x.dim), norm.eps, y);
+    context_.written(y);
+    context_.normed(x, gain(&norm, x.dim), norm.eps, y);
   }
 
   void linear(const Weight& w, Tensor x, const Norm* norm, const Weight* bias, Tensor y) override {
     context_.device.enter();
+    const Written note{context_, y};
     require(x.n == y.n && x.dim == w.cols() && y.dim == w.rows(), "linear shapes");
     LinearArgs args;
     if (bias) args.bias = vector_of(*bias, w.rows(), "linear bias shape");
@@ -182,6 +193,7 @@ class CudaOps final : public Ops {
 
   void linear_add(const Weight& w, Tensor x, Tensor y) override {
     context_.device.enter();
+    const Written note{context_, y};
     require(x.n == y.n && x.dim == w.cols() && y.dim == w.rows(), "linear_add shapes");
     LinearArgs args;
     args.epilogue = Epilogue::Add;
@@ -190,12 +202,14 @@ class CudaOps final : public Ops {
 
   void linear_swiglu(const Weight& w, Tensor x, const Norm* norm, Tensor y) override {
     context_.device.enter();
+    const Written note{context_, y};
     require(x.n == y.n && x.dim == w.cols() && 2 * y.dim == w.rows(), "linear_swiglu shapes");
     context_.swiglu(on_device(w), x, gain(norm, x.dim), norm ? norm->eps : 0, Epilogue::SwiGLU, 0, y);
   }
 
   void rope_table(std::span<const RowRef> rows, std::span<const double> freq, Tensor out) override {
     context_.device.enter();
+    const Written note{context_, out};
     const auto pairs = static_cast<int64_t>(freq.size());
     require(static_cast<int64_t>(rows.size()) == out.n && out.dim == 2 * pairs, "rope_table shapes");
     if (out.n == 0) return;
@@ -208,6 +222,7 @@ class CudaOps final : public Ops {
   void rope_store(Tensor qkv, Tensor table, RopeKind kind, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads,
                   int64_t kv_heads, int64_t head_dim) override {
     context_.device.enter();
+    const Written note{context_, qkv};
     const int64_t pairs = table.dim / 2;
     require(static_cast<int64_t>(rows.size()) == qkv.n && table.n == qkv.n && 2 * pairs <= head_dim &&
                 qkv.dim == (q_heads + 2 * kv_heads) * head_dim,
@@ -225,6 +240,7 @@ class CudaOps final : public Ops {
   void attention(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads, int64_t kv_heads,
                  int64_t head_dim, float scale, Tensor out) override {
     context_.device.enter();
+    const Written note{context_, out};
     require(static_cast<int64_t>(rows.size()) == q.n && out.n == q.n && q.dim == q_heads * head_dim &&
                 out.dim == q.dim && q_heads % kv_heads == 0,
             "attention shapes");
@@ -237,6 +253,7 @@ class CudaOps final : public Ops {
 
   void gather(Tensor x, std::span<const int32_t> index, Tensor out) override {
     context_.device.enter();
+    const Written note{context_, out};
     require(static_cast<int64_t>(index.size()) == out.n && x.dim == out.dim, "gather shapes");
     for (const int32_t i : index) require(i >= 0 && i < x.n, "gather index outside the rows");
     if (out.n == 0) return;

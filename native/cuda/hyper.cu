@@ -1,0 +1,266 @@
+#include <cooperative_groups.h>
+
+#include "cuda/hyper.h"
+#include "cuda/hyper_math.h"
+
+namespace ds4::cuda {
+namespace {
+
+namespace cg = cooperative_groups;
+
+constexpr int kStreams = 4;
+constexpr int kSlices = 8;  // blocks of threads of a cluster
+constexpr int kCoefficients = 2 * kStreams + kStreams * kStreams;
+
+__device__ __forceinline__ float4 load_four(const float* p) {
+  return __ldg(reinterpret_cast<const float4*>(p));
+}
+__device__ __forceinline__ float4 load_four(const __half* p) {
+  const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
+  return {half_bits(v.x & 0xFFFFu), half_bits(v.x >> 16), half_bits(v.y & 0xFFFFu), half_bits(v.y >> 16)};
+}
+__device__ __forceinline__ float4 load_four(const __nv_bfloat16* p) {
+  const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
+  return {__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xFFFF0000u), __uint_as_float(v.y << 16),
+          __uint_as_float(v.y & 0xFFFF0000u)};
+}
+
+// Bytes: fn once for each kRows rows (from the cache after the first), streams in and, with kOut, out, `out` once.
+// Operations: 2 * 25 * 4 H T. A cluster of eight blocks of threads has kRows rows; each has an eighth of the columns of
+// every stream, four of them each thread, and the last warp does Sinkhorn's algorithm beside the others.
+template <class T, int kRows, bool kOut>
+__global__ void __cluster_dims__(kSlices, 1, 1)
+    mix_and_norm_kernel(const T* fn, int64_t fn_stride, HyperArgs a, const float* gain, float eps, float* streams,
+                        int64_t stride, const float* out, int64_t out_stride, float* mix, int64_t mix_stride, float* y,
+                        int64_t y_stride, int64_t n, int64_t blocks, int8_t* codes, float* scales, float2* sums) {
+  __shared__ float part[32][kRows][32];
+  __shared__ float slice_sum[kRows][32], slice_squares[kRows];
+  __shared__ float coefficient[kRows][32], old_mix[kRows][kStreams + kStreams * kStreams];
+  __shared__ float m[kRows][kStreams * kStreams];
+  __shared__ float squares_part[32][kRows];
+  const auto cluster = cg::this_cluster();
+  const int slice = static_cast<int>(cluster.block_rank()), workers = static_cast<int>(a.width) / (4 * kSlices);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const bool works = thread < workers;
+  const int64_t t0 = static_cast<int64_t>(blockIdx.y) * kRows;
+  const int64_t d = slice * (a.width / kSlices) + 4 * thread;
+  if (works) {
+    // The lines of fn that this block will read, on their way while the kernel before ends.
+    constexpr int per_line = 128 / static_cast<int>(sizeof(T));
+    const int lines = 4 * workers / per_line;
+    for (int i = thread; i < kCoefficients * kStreams * lines; i += workers) {
+      const int row = i / (kStreams * lines), j = i / lines % kStreams;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(fn + row * fn_stride + j * a.width + slice * (a.width / kSlices) +
+                                                    i % lines * per_line));
+    }
+  }
+  begin_kernel();
+
+  float x[kRows][kStreams][4];
+  if (kOut) {
+    for (int i = thread; i < kRows * (kStreams + kStreams * kStreams); i += static_cast<int>(blockDim.x)) {
+      const int64_t t = min(t0 + i / (kStreams + kStreams * kStreams), n - 1);
+      old_mix[i / (kStreams + kStreams * kStreams)][i % (kStreams + kStreams * kStreams)] =
+          mix[t * mix_stride + i % (kStreams + kStreams * kStreams)];
+    }
+    __syncthreads();
+  }
+  if (works) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t t = min(t0 + r, n - 1);
+      float* row = streams + t * stride + d;
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) {
+        const float4 v = *reinterpret_cast<const float4*>(row + j * a.width);
+        x[r][j][0] = v.x, x[r][j][1] = v.y, x[r][j][2] = v.z, x[r][j][3] = v.w;
+      }
+      if (kOut) {
+        const float4 v = *reinterpret_cast<const float4*>(out + t * out_stride + d);
+        const float o[4] = {v.x, v.y, v.z, v.w};
+        float mixed[kStreams][4];
+#pragma unroll
+        for (int k = 0; k < kStreams; ++k)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float sum = old_mix[r][k] * o[i];
+#pragma unroll
+            for (int j = 0; j < kStreams; ++j) sum = fmaf(old_mix[r][kStreams + j * kStreams + k], x[r][j][i], sum);
+            mixed[k][i] = sum;
+          }
+#pragma unroll
+        for (int k = 0; k < kStreams; ++k) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[r][k][i] = mixed[k][i];
+          if (t0 + r < n)
+            *reinterpret_cast<float4*>(row + k * a.width) =
+                make_float4(mixed[k][0], mixed[k][1], mixed[k][2], mixed[k][3]);
+        }
+      }
+    }
+    float sum[kRows][32];
+#pragma unroll
+    for (int c = 0; c < kCoefficients; ++c) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) sum[r][c] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) {
+        const float4 w = load_four(fn + c * fn_stride + j * a.width + d);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          sum[r][c] =
+              fmaf(w.w, x[r][j][3], fmaf(w.z, x[r][j][2], fmaf(w.y, x[r][j][1], fmaf(w.x, x[r][j][0], sum[r][c]))));
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kStreams * 4; ++i) squares = fmaf(x[r][i / 4][i % 4], x[r][i / 4][i % 4], squares);
+      sum[r][kCoefficients] = squares;
+#pragma unroll
+      for (int c = kCoefficients + 1; c < 32; ++c) sum[r][c] = 0.0f;
+      part[warp][r][lane] = warp_sums(sum[r]);
+    }
+  }
+  __syncthreads();
+  if (thread < 32) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float v = part[0][r][lane];
+      for (int w = 1; w < workers / 32; ++w) v = v + part[w][r][lane];
+      slice_sum[r][lane] = v;
+    }
+  }
+  cluster.sync();
+  if (thread < 32) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float v[kSlices];
+#pragma unroll
+      for (int s = 0; s < kSlices; ++s) v[s] = *cluster.map_shared_rank(&slice_sum[r][lane], s);
+#pragma unroll
+      for (int s = 1; s < kSlices; ++s) v[0] = v[0] + v[s];
+      coefficient[r][lane] = v[0];
+    }
+  }
+  __syncthreads();
+
+  const auto factor_of = [&](int r) {
+    return 1.0f / sqrtf(coefficient[r][kCoefficients] / static_cast<float>(kStreams * a.width) + a.norm_eps);
+  };
+  float value[kRows][4];
+  if (works) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float factor = factor_of(r);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[r][i] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) {
+        const float pre = sigmoid(coefficient[r][j] * factor * a.scale[0] + a.base[j]) + a.eps;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[r][i] = fmaf(pre, x[r][j][i], value[r][i]);
+      }
+      float squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) squares = fmaf(value[r][i], value[r][i], squares);
+      squares = warp_sum(squares);
+      if (lane == 0) squares_part[warp][r] = squares;
+    }
+    // The workers alone: the warp behind them is at Sinkhorn's algorithm.
+    asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");
+    if (thread < kRows) {
+      float v = squares_part[0][thread];
+      for (int w = 1; w < workers / 32; ++w) v = v + squares_part[w][thread];
+      slice_squares[thread] = v;
+    }
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (warp == workers / 32 && slice < kRows && t0 + slice < n) {
+    const int r = slice;
+    float* to = mix + (t0 + r) * mix_stride;
+    const float factor = factor_of(r);
+    if (lane < kStreams)
+      to[lane] = 2.0f * sigmoid(coefficient[r][kStreams + lane] * factor * a.scale[1] + a.base[kStreams + lane]);
+    if (lane < kStreams * kStreams)
+      m[r][lane] = coefficient[r][2 * kStreams + lane] * factor * a.scale[2] + a.base[2 * kStreams + lane];
+    __syncwarp();
+    sinkhorn(m[r], kStreams, a.iterations, a.eps);
+    if (lane < kStreams * kStreams) to[kStreams + lane] = m[r][lane];
+    __syncwarp();
+  }
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (works) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float v[kSlices];
+#pragma unroll
+      for (int s = 0; s < kSlices; ++s) v[s] = *cluster.map_shared_rank(&slice_squares[r], s);
+#pragma unroll
+      for (int s = 1; s < kSlices; ++s) v[0] = v[0] + v[s];
+      const float norm = 1.0f / sqrtf(v[0] / static_cast<float>(a.width) + eps);
+      const float4 g = load_four(gain + d);
+      const float four[4] = {value[r][0] * norm * g.x, value[r][1] * norm * g.y, value[r][2] * norm * g.z,
+                             value[r][3] * norm * g.w};
+      const int64_t t = t0 + r;
+      if (t >= n) continue;
+      *reinterpret_cast<float4*>(y + t * y_stride + d) = make_float4(four[0], four[1], four[2], four[3]);
+      store_codes(four, thread % 8, (t >> 3) * blocks * 8 + (t & 7) + d / 32 * 8, codes, scales, sums);
+    }
+  }
+  cluster.sync();  // nobody leaves while its sums are read
+}
+
+}  // namespace
+
+bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out, Tensor streams, const float* gain,
+                  float eps, Tensor y, Tensor mix) {
+  const CudaWeight& fn = on_device(*hc.fn);
+  require(fn.cols() == streams.dim && fn.rows() == 2 * hc.streams + hc.streams * hc.streams, "hyper-connection shape");
+  const auto aligned = [](const Tensor& t) {
+    return t.stride % 4 == 0 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  };
+  const Segment& s = fn.segments.front();
+  if (hc.streams != kStreams || y.dim % 1024 != 0 || y.dim > 16384 || s.stride == 0 || fn.segments.size() != 1 ||
+      !aligned(streams) || !aligned(y) || (out && !aligned(*out)))
+    return false;
+  if (streams.n == 0) return true;
+  const HyperArgs a{vector_of(*hc.base, kCoefficients, "hyper-connection base shape"),
+                    vector_of(*hc.scale, 3, "hyper-connection scale shape"),
+                    kStreams,
+                    static_cast<int>(hc.iterations),
+                    hc.norm_eps,
+                    hc.eps,
+                    y.dim};
+  context.written(streams);
+  context.written(mix);
+  context.written(y);
+  const Activations codes = context.keep_rounded(Context::OfLayer, y);
+  const bool two = streams.n > 32;  // fn is read half as often
+  const dim3 grid(kSlices, static_cast<unsigned>(two ? (streams.n + 1) / 2 : streams.n));
+  const auto threads = static_cast<unsigned>(y.dim / (4 * kSlices) + 32);
+  const auto launch = [&](auto kernel, const auto* data) {
+    launch_kernel(context.device.stream(), grid, threads, 0, kernel, data, s.stride, a, gain, eps, streams.data,
+                  streams.stride, out ? out->data : nullptr, out ? out->stride : 0, mix.data, mix.stride, y.data,
+                  y.stride, streams.n, codes.blocks, const_cast<int8_t*>(codes.q), const_cast<float*>(codes.d),
+                  const_cast<float2*>(codes.sums));
+  };
+  const auto of_type = [&]<class T>(const T* data) {
+    if (two)
+      out ? launch(mix_and_norm_kernel<T, 2, true>, data) : launch(mix_and_norm_kernel<T, 2, false>, data);
+    else
+      out ? launch(mix_and_norm_kernel<T, 1, true>, data) : launch(mix_and_norm_kernel<T, 1, false>, data);
+  };
+  if (s.type == DType::F16)
+    of_type(s.memory.as<__half>());
+  else if (s.type == DType::BF16)
+    of_type(s.memory.as<__nv_bfloat16>());
+  else
+    of_type(s.memory.as<float>());
+  DS4_CUDA(cudaGetLastError());
+  return true;
+}
+
+}  // namespace ds4::cuda
