@@ -516,6 +516,7 @@ class CudaLatentOps final : public LatentOps {
 
   void previous_rows(Tensor x, std::span<const RowRef> rows, size_t ring, Tensor y) override {
     enter();
+    context_.written(y);
     require(static_cast<int64_t>(rows.size()) == y.n && x.dim == y.dim && x.n == y.n, "previous_rows shapes");
     if (y.n == 0) return;
     const BufferPlace place = float_buffer(rows, ring, y.dim);

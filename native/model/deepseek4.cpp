@@ -100,8 +100,9 @@ class DeepSeek4 final : public Model {
     latent.rope_table_f32(batch.rows, freq_.compressed, a.rope_far);
     for (size_t l = 0; l < layers_.size(); ++l) {
       if (batch.probe) batch.probe(static_cast<int64_t>(l), a.streams);
-      math_.layer(layers_[l], batch.ids, a,
-                  [&] { math_.attention(layers_[l], states_[l], s.ratios[l], batch.rows, a); });
+      math_.layer(
+          layers_[l], batch.ids, a, [&] { math_.attention(layers_[l], states_[l], s.ratios[l], batch.rows, a); }, l > 0,
+          l + 1 < layers_.size() ? &layers_[l + 1] : nullptr);
       if (draft_) draft_->after_layer(static_cast<int64_t>(l), a);
     }
     if (batch.probe) batch.probe(s.layers, a.streams);

@@ -162,7 +162,8 @@ class DSpark final : public DraftLayers {
       layers_.latent().latent_attention(a.q.rows(row, 1), a.kv.rows(static_cast<int64_t>(end), 1), rows.subspan(end, 1),
                                         attend, nullptr, a.attended.rows(row, 1));
     }
-    layers_.attention_out(w, a.rope, a);
+    layers_.latent().rope_tail(a.attended, a.rope, shape_.heads, true);
+    layers_.attention_out(w, a);
   }
 
   void chain(DraftRow& row, int64_t first, const Tensor& seen, const Tensor& from, const Tensor& logits,

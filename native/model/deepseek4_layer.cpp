@@ -147,8 +147,8 @@ LayerFile Layers::read(TensorTable& tensors, const std::string& prefix, int64_t 
   if (ratio == 4) {
     f.index_q = matrix("indexer.attn_q_b.weight", s.index_heads * s.index_dim, s.q_rank);
     f.index_weight = matrix("indexer.proj.weight", s.index_heads, s.width);
-    f.index_compressor = {matrix("indexer_compressor_kv.weight", 2 * s.index_dim, s.width),
-                          matrix("indexer_compressor_gate.weight", 2 * s.index_dim, s.width)};
+    f.compressor.push_back(matrix("indexer_compressor_kv.weight", 2 * s.index_dim, s.width));
+    f.compressor.push_back(matrix("indexer_compressor_gate.weight", 2 * s.index_dim, s.width));
     f.index_bias = matrix("indexer_compressor_ape.weight", 4, 2 * s.index_dim);
     f.index_norm = vector("indexer_compressor_norm.weight", s.index_dim);
   }
@@ -223,7 +223,6 @@ LayerWeights Layers::load(const LayerFile& f) {
   w.compressor = stack(f.compressor);
   w.compressor_bias = one(f.compressor_bias), w.compressor_norm = one(f.compressor_norm);
   w.index_q = scaled(f.index_q), w.index_weight = one(f.index_weight);
-  w.index_compressor = stack(f.index_compressor);
   w.index_bias = one(f.index_bias), w.index_norm = one(f.index_norm);
   w.ffn_norm = one(f.ffn_norm), w.router = one(f.router), w.router_bias = one(f.router_bias);
   if (f.router_table.data) w.router_table = keep(latent_->load_table(f.router_table));
@@ -260,8 +259,7 @@ Activations Layers::activations(int64_t rows, bool compressing) const {
   a.low = scratch(s.out_groups * s.out_rank);
   if (compressing) {
     a.rope_far = scratch(s.rotated);
-    a.compressor = scratch(4 * s.head_dim);
-    a.index_compressor = scratch(4 * s.index_dim);
+    a.compressor = scratch(4 * (s.head_dim + s.index_dim));
     a.index_q = scratch(s.index_heads * s.index_dim);
     a.index_weight = scratch(s.index_heads);
   }
@@ -279,15 +277,12 @@ void Layers::queries(const LayerWeights& w, const Tensor& rope, Activations& a) 
   ops_->linear(*w.q_a, a.x, nullptr, nullptr, a.q_low);  // [T, q rank]
   ops_->rms_norm(a.q_low, norm(w.q_a_norm), a.q_low);
   ops_->linear(*w.q_b, a.q_low, nullptr, nullptr, a.q);  // [T, heads D]
-  latent_->head_norm(a.q, shape_.heads, shape_.norm_eps);
-  latent_->rope_tail(a.q, rope, shape_.heads, false);
+  latent_->head_norm_rope(a.q, shape_.heads, shape_.norm_eps, rope);
 }
 
 void Layers::keys(const LayerWeights& w, const Tensor& x, const Tensor& rope, Tensor kv) {
   ops_->linear(*w.kv, x, nullptr, nullptr, kv);  // [T, D], key and value
-  ops_->rms_norm(kv, norm(w.kv_norm), kv);
-  latent_->rope_tail(kv, rope, 1, false);
-  if (shape_.rounding) latent_->round_rows(kv, 1, RowRounding::Fp8, shape_.rotated);
+  latent_->key_row(*ops_, kv, norm(w.kv_norm), rope, shape_.rounding ? RowRounding::Fp8 : RowRounding::None);
 }
 
 LatentAttention Layers::attend_args(const LayerWeights& w, const LayerState& at, int64_t ratio) const {
@@ -302,8 +297,7 @@ LatentAttention Layers::attend_args(const LayerWeights& w, const LayerState& at,
           .scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape_.head_dim)))};
 }
 
-void Layers::attention_out(const LayerWeights& w, const Tensor& rope, Activations& a) {
-  latent_->rope_tail(a.attended, rope, shape_.heads, true);
+void Layers::attention_out(const LayerWeights& w, Activations& a) {
   latent_->grouped_linear(*w.output_a, a.attended, shape_.out_groups, a.low);  // [T, groups * rank]
   ops_->linear(*w.output_b, a.low, nullptr, nullptr, a.out);                   // [T, H]
 }
@@ -320,16 +314,18 @@ void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t rati
   if (ratio != 0) compress(w, at, ratio, rows, a);
   if (ratio == 4) selected = select(w, at, rows, rope, a, selection);
 
-  latent_->latent_attention(a.q, a.kv, rows, attend_args(w, at, ratio), selected ? &selection : nullptr, a.attended);
+  latent_->latent_attention_rope(a.q, a.kv, rows, attend_args(w, at, ratio), selected ? &selection : nullptr, rope,
+                                 a.attended);
   latent_->ring_store(a.kv, rows, at.window);
-  attention_out(w, rope, a);
+  attention_out(w, a);
 }
 
 void Layers::compress(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
                       Activations& a) {
   const Shape& s = shape_;
-  Tensor kg = a.compressor.columns(0, 2 * s.lanes(ratio) * s.head_dim);
-  ops_->linear(*w.compressor, a.x, nullptr, nullptr, kg);
+  const int64_t own = 2 * s.lanes(ratio) * s.head_dim, index = ratio == 4 ? 4 * s.index_dim : 0;
+  const Tensor kg = a.compressor.columns(0, own);
+  ops_->linear(*w.compressor, a.x, nullptr, nullptr, a.compressor.columns(0, own + index));
   latent_->compress(kg, rows,
                     {.ring = at.ring,
                      .rows = at.rows,
@@ -341,8 +337,7 @@ void Layers::compress(const LayerWeights& w, const LayerState& at, int64_t ratio
                      .eps = s.norm_eps,
                      .rounding = s.rounding ? RowRounding::Fp8 : RowRounding::None});
   if (ratio != 4) return;
-  ops_->linear(*w.index_compressor, a.x, nullptr, nullptr, a.index_compressor);
-  latent_->compress(a.index_compressor, rows,
+  latent_->compress(a.compressor.columns(own, index), rows,
                     {.ring = at.index_ring,
                      .rows = at.index_rows,
                      .bias = w.index_bias.get(),

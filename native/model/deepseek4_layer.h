@@ -49,10 +49,9 @@ template <class M, class Stack>
 struct LayerTensors {
   M hc_attn_fn, hc_attn_base, hc_attn_scale, hc_ffn_fn, hc_ffn_base, hc_ffn_scale;
   M attn_norm, q_a, q_a_norm, q_b, kv, kv_norm, sinks, output_a, output_b;
-  Stack compressor;  // keys, gates
+  Stack compressor;  // keys, gates, then the indexer's
   M compressor_bias, compressor_norm;
   M index_q, index_weight;
-  Stack index_compressor;
   M index_bias, index_norm;
   M ffn_norm, router, router_bias, router_table;
   Stack experts_gate_up, shared_gate_up;
@@ -76,7 +75,7 @@ struct Activations {
   Tensor q_low, q;        // [T, q rank], [T, heads D]
   Tensor kv, attended;    // [T, D], [T, heads D]
   Tensor low;             // [T, groups * rank]
-  Tensor compressor, index_compressor, index_q, index_weight;
+  Tensor compressor, index_q, index_weight;
   Tensor router, hidden;
 };
 
@@ -112,17 +111,21 @@ class Layers {
     return {fn.get(), base.get(), scale.get(), shape_.streams, shape_.sinkhorn, shape_.norm_eps, shape_.hc_eps};
   }
 
-  // One layer on a.streams; `attend` makes a.out of a.x.
+  // One layer on a.streams; `attend` makes a.out of a.x. `entered`: enter_attention was done by the layer before, whose
+  // `next` this one was.
   template <class Attend>
-  void layer(const LayerWeights& w, std::span<const int32_t> ids, Activations& a, Attend&& attend) {
-    enter_attention(w, a.streams, a);
+  void layer(const LayerWeights& w, std::span<const int32_t> ids, Activations& a, Attend&& attend, bool entered = false,
+             const LayerWeights* next = nullptr) {
+    if (!entered) enter_attention(w, a.streams, a);
     attend();
-    latent_->hc_out(a.out, a.mix, shape_.streams, a.streams);
-
-    latent_->hc_in_norm(*ops_, hyper(w.hc_ffn_fn, w.hc_ffn_base, w.hc_ffn_scale), a.streams, norm(w.ffn_norm), a.x,
-                        a.mix);
+    latent_->hc_out_in_norm(*ops_, a.out, hyper(w.hc_ffn_fn, w.hc_ffn_base, w.hc_ffn_scale), a.streams,
+                            norm(w.ffn_norm), a.x, a.mix);
     experts(w, ids, a);
-    latent_->hc_out(a.out, a.mix, shape_.streams, a.streams);
+    if (next)
+      latent_->hc_out_in_norm(*ops_, a.out, hyper(next->hc_attn_fn, next->hc_attn_base, next->hc_attn_scale), a.streams,
+                              norm(next->attn_norm), a.x, a.mix);
+    else
+      latent_->hc_out(a.out, a.mix, shape_.streams, a.streams);
   }
 
   // a.x, a.mix = hc_in(streams), normed
@@ -135,7 +138,7 @@ class Layers {
   void queries(const LayerWeights& w, const Tensor& rope, Activations& a);  // a.q of a.x
   void keys(const LayerWeights& w, const Tensor& x, const Tensor& rope, Tensor kv);
   LatentAttention attend_args(const LayerWeights& w, const LayerState& at, int64_t ratio) const;
-  void attention_out(const LayerWeights& w, const Tensor& rope, Activations& a);  // a.out of a.attended
+  void attention_out(const LayerWeights& w, Activations& a);  // a.out of a.attended, rotated back
 
  private:
   void check_table(const MatrixView& table, const std::string& name) const;

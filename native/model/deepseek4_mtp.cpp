@@ -165,7 +165,8 @@ class Mtp final : public DraftLayers {
       layers_.latent().latent_attention(a.q, a.kv, rows, attend, nullptr, a.attended);
     }
     layers_.latent().ring_store(a.kv, rows, at_.window);
-    layers_.attention_out(layer_, a.rope, a);
+    layers_.latent().rope_tail(a.attended, a.rope, shape_.heads, true);
+    layers_.attention_out(layer_, a);
   }
 
   // Logits [T, vocab]; the streams behind the layer are kept for the next position.

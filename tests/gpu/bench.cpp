@@ -129,12 +129,16 @@ void bench_ops(Ops& ops, std::FILE* csv) {
     const auto gain_v = random.floats(H);
     const MatrixView gv{gain_v.data(), 1, H, DType::F32};
     const auto gain = ops.load({&gv, 1}, WeightUse::Linear);
-    for (const int64_t T : {1, 16}) {
+    for (const int64_t T : {1, 16, 512}) {
       ops.reset_scratch();
       const Tensor x = upload(ops, random.floats(T * 4 * H), T, 4 * H), y = ops.scratch(T, H), mix = ops.scratch(T, 20);
       const Tensor q = upload(ops, random.floats(T * heads * D), T, heads * D);
       const Tensor table = upload(ops, random.floats(T * 64), T, 64);
       line(csv, "hc_in", T, time_op(ops, 20, [&](int) { l.hc_in({fn.get(), base.get(), scale.get()}, x, y, mix); }),
+           24.0 * 4 * H * 2);
+      const Norm norm{gain.get(), 1e-6f};
+      const HyperConnection hc{fn.get(), base.get(), scale.get()};
+      line(csv, "hc_out_in_norm", T, time_op(ops, 20, [&](int) { l.hc_out_in_norm(ops, y, hc, x, norm, y, mix); }),
            24.0 * 4 * H * 2);
       line(csv, "hc_out", T, time_op(ops, 20, [&](int) { l.hc_out(y, mix, 4, x); }), 9.0 * H * 4 * T);
       line(csv, "rms_norm", T, time_op(ops, 20, [&](int) { ops.rms_norm(y, {gain.get(), 1e-6f}, y); }),

@@ -77,6 +77,51 @@ void check_hyper(const Pair& p, Results& r, Random& random) {
   }
 }
 
+// Wide streams: what stands between two sub-layers, in one kernel. Rows alone and together have the same bits.
+void check_between(const Pair& p, Results& r, Random& random) {
+  for (const DType type : {DType::F16, DType::F32, DType::BF16})
+    for (const int64_t width : {1024, 4096}) {
+      p.reset();
+      const int64_t n = 4, T = 37, rows = 2 * n + n * n;
+      const std::string what = "between sub-layers, " + std::string(dtype_name(type)) + " " + std::to_string(width);
+      const Loaded fn = load(p, random.matrix(type, rows, n * width, 0.02f), rows, n * width, type);
+      const Loaded base = load(p, random.matrix(DType::F32, 1, rows, 1.0f), 1, rows, DType::F32);
+      const Loaded scale = load(p, random.matrix(DType::F32, 1, 3, 1.0f), 1, 3, DType::F32);
+      const Loaded gain = load(p, random.matrix(DType::F32, 1, width, 1.0f), 1, width, DType::F32);
+      const Loaded w = load(p, random.matrix(DType::Q8_0, 96, width, 0.02f), 96, width, DType::Q8_0);
+      const HyperConnection hc{fn.cuda.get(), base.cuda.get(), scale.cuda.get(), n},
+          hr{fn.ref.get(), base.ref.get(), scale.ref.get(), n};
+      const auto x = random.floats(T * n * width, 2.0f), out = random.floats(T * width);
+      struct Run {
+        std::vector<float> streams, y, mix, product;
+      };
+      const auto run = [&](Ops& ops, const HyperConnection& h, const Weight& g, const Weight& m, int64_t group) {
+        Tensor s = upload(ops, x, T, n * width), y = poisoned(ops, T, width), mix = poisoned(ops, T, n + n * n),
+               z = poisoned(ops, T, 96);
+        const Tensor o = upload(ops, out, T, width);
+        for (int64_t t = 0; t < T; t += group) {
+          const int64_t k = std::min(group, T - t);
+          ops.latent()->hc_in_norm(ops, h, s.rows(t, k), {&g, 1e-6f}, y.rows(t, k), mix.rows(t, k));
+          ops.latent()->hc_out_in_norm(ops, o.rows(t, k), h, s.rows(t, k), {&g, 1e-6f}, y.rows(t, k), mix.rows(t, k));
+          ops.linear(m, y.rows(t, k), nullptr, nullptr, z.rows(t, k));
+        }
+        return Run{download(ops, s), download(ops, y), download(ops, mix), download(ops, z)};
+      };
+      const Run all = run(p.cuda, hc, *gain.cuda, *w.cuda, T), one = run(p.cuda, hc, *gain.cuda, *w.cuda, 1),
+                some = run(p.cuda, hc, *gain.cuda, *w.cuda, 7), ref = run(p.ref, hr, *gain.ref, *w.ref, T);
+      r.close(all.streams, ref.streams, 5e-6, what + " streams");
+      r.close(all.y, ref.y, 1e-5, what + " y");
+      r.close(all.mix, ref.mix, 1e-5, what + " mix");
+      r.close(all.product, ref.product, 1e-2, what + " product of y");
+      for (const Run* cut : {&one, &some}) {
+        r.equal(cut->streams, all.streams, what + " streams in groups");
+        r.equal(cut->y, all.y, what + " y in groups");
+        r.equal(cut->mix, all.mix, what + " mix in groups");
+        r.equal(cut->product, all.product, what + " product in groups");
+      }
+    }
+}
+
 void check_heads(const Pair& p, Results& r, Random& random) {
   p.reset();
   const int64_t T = 6, heads = 5, dim = 192, rotated = 64;
@@ -114,6 +159,29 @@ void check_heads(const Pair& p, Results& r, Random& random) {
     p.ref.latent()->round_rows(ur, heads, rounding, 64);
     r.equal(download(p.cuda, u), download(p.ref, ur), rounding == RowRounding::Fp8 ? "round fp8" : "round fp4");
   }
+}
+
+// Operations in one kernel against their parts on the reference.
+void check_joined(const Pair& p, Results& r, Random& random) {
+  p.reset();
+  const int64_t T = 9, heads = 5, dim = 192, rotated = 64, row = 512;
+  const auto x = random.floats(T * heads * dim, 3.0f), table = random.floats(T * rotated), k = random.floats(T * row);
+  const Loaded gain = load(p, random.matrix(DType::F32, 1, row, 1.0f), 1, row, DType::F32);
+  std::vector<std::vector<float>> q, plain, rounded;
+  for (Ops* ops : {&p.cuda, &p.ref}) {
+    const Tensor a = upload(*ops, x, T, heads * dim), t = upload(*ops, table, T, rotated);
+    ops->latent()->head_norm_rope(a, heads, 1e-6f, t);
+    q.push_back(download(*ops, a));
+    const Norm norm{ops == &p.cuda ? gain.cuda.get() : gain.ref.get(), 1e-6f};
+    for (const RowRounding rounding : {RowRounding::None, RowRounding::Fp8}) {
+      const Tensor b = upload(*ops, k, T, row);
+      ops->latent()->key_row(*ops, b, norm, t, rounding);
+      (rounding == RowRounding::None ? plain : rounded).push_back(download(*ops, b));
+    }
+  }
+  r.close(q[0], q[1], 1e-6, "head_norm_rope");
+  r.close(plain[0], plain[1], 1e-6, "key_row");
+  r.close(rounded[0], rounded[1], 1e-2, "key_row rounded");
 }
 
 // Two sessions whose rows are of this step or of the ring, and one at its first position.
@@ -398,6 +466,8 @@ void check_latent(Ops& cuda, Results& results, uint64_t seed) {
   const Pair p{cuda, *ref};
   Random random(seed + 1);
   check_hyper(p, results, random);
+  check_between(p, results, random);
+  check_joined(p, results, random);
   check_heads(p, results, random);
   check_previous(p, results, random);
   check_select(p, results, random);
