@@ -150,24 +150,28 @@ __device__ __forceinline__ uint4 stream_load(const uint4* p) {
   return v;
 }
 
-template <int N>
+template <bool kShared, int N>
 __device__ __forceinline__ void load_words(uint32_t (&to)[N], const uint8_t* from) {
   if constexpr (N >= 4) {
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
-      const uint4 v = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      const uint4* at = reinterpret_cast<const uint4*>(from) + i;
+      const uint4 v = kShared ? *at : __ldg(at);
       to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
     }
   } else if constexpr (N == 2) {
-    const uint2 v = __ldg(reinterpret_cast<const uint2*>(from));
+    const uint2* at = reinterpret_cast<const uint2*>(from);
+    const uint2 v = kShared ? *at : __ldg(at);
     to[0] = v.x, to[1] = v.y;
   } else {
-    to[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
+    const uint32_t* at = reinterpret_cast<const uint32_t*>(from);
+    to[0] = kShared ? *at : __ldg(at);
   }
 }
 
-// Lane's addresses in the planes. `super`: number of the tile pair that holds the tile, for formats with superblocks.
-template <DType type>
+// Lane's addresses in the planes, or in a copy of some tiles in shared memory. `super`: number of the tile pair that
+// holds the tile, for formats with superblocks.
+template <DType type, bool kShared = false>
 struct TileReader {
   using L = Layout<type>;
   const uint8_t *q, *h, *s, *d;
@@ -177,18 +181,18 @@ struct TileReader {
         s(p.s + lane / 4 * (2 * L::kS)),
         d(p.d + lane / 4 * (2 * L::kD)) {}
   __device__ __forceinline__ void quants(RawTile<type>& r, uint32_t tile, int load) const {
-    const uint4 v =
-        stream_load(reinterpret_cast<const uint4*>(q + static_cast<uint64_t>(tile) * (256 * L::kQ)) + 32 * load);
+    const uint4* from = reinterpret_cast<const uint4*>(q + static_cast<uint64_t>(tile) * (256 * L::kQ)) + 32 * load;
+    const uint4 v = kShared ? *from : stream_load(from);
     r.q[4 * load] = v.x, r.q[4 * load + 1] = v.y, r.q[4 * load + 2] = v.z, r.q[4 * load + 3] = v.w;
   }
   __device__ __forceinline__ void scales(RawTile<type>& r, uint32_t tile, uint32_t super) const {
-    load_words(r.s, s + static_cast<uint64_t>(tile) * (16 * L::kS));
-    if constexpr (L::kD > 0) load_words(r.d, d + static_cast<uint64_t>(super) * (16 * L::kD));
+    load_words<kShared>(r.s, s + static_cast<uint64_t>(tile) * (16 * L::kS));
+    if constexpr (L::kD > 0) load_words<kShared>(r.d, d + static_cast<uint64_t>(super) * (16 * L::kD));
   }
   __device__ __forceinline__ void all(RawTile<type>& r, uint32_t tile, uint32_t super) const {
 #pragma unroll
     for (int i = 0; i < L::kQ / 2; ++i) quants(r, tile, i);
-    if constexpr (L::kH > 0) load_words(r.h, h + static_cast<uint64_t>(tile) * (256 * L::kH));
+    if constexpr (L::kH > 0) load_words<kShared>(r.h, h + static_cast<uint64_t>(tile) * (256 * L::kH));
     scales(r, tile, super);
   }
 };

@@ -11,6 +11,8 @@ namespace cg = cooperative_groups;
 constexpr int kStreams = 4;
 constexpr int kSlices = 8;  // blocks of threads of a cluster
 constexpr int kCoefficients = 2 * kStreams + kStreams * kStreams;
+constexpr int kParts = 4;
+constexpr int kEach = kCoefficients / kParts;
 
 __device__ __forceinline__ float4 load_four(const float* p) {
   return __ldg(reinterpret_cast<const float4*>(p));
@@ -27,13 +29,14 @@ __device__ __forceinline__ float4 load_four(const __nv_bfloat16* p) {
 
 // Bytes: fn once for each kRows rows (from the cache after the first), streams in and, with kOut, out, `out` once.
 // Operations: 2 * 25 * 4 H T. A cluster of eight blocks of threads has kRows rows; each has an eighth of the columns of
-// every stream, four of them each thread, and the last warp does Sinkhorn's algorithm beside the others.
+// every stream. Four groups of its threads have these columns, four each thread, and a quarter of fn's rows; the last
+// warp does Sinkhorn's algorithm beside the others.
 template <class T, int kRows, bool kOut>
 __global__ void __cluster_dims__(kSlices, 1, 1)
     mix_and_norm_kernel(const T* fn, int64_t fn_stride, HyperArgs a, const float* gain, float eps, float* streams,
                         int64_t stride, const float* out, int64_t out_stride, float* mix, int64_t mix_stride, float* y,
                         int64_t y_stride, int64_t n, int64_t blocks, int8_t* codes, float* scales, float2* sums) {
-  __shared__ float part[32][kRows][32];
+  __shared__ float part[32][kRows][8];
   __shared__ float slice_sum[kRows][32], slice_squares[kRows];
   __shared__ float coefficient[kRows][32], old_mix[kRows][kStreams + kStreams * kStreams];
   __shared__ float m[kRows][kStreams * kStreams];
@@ -41,14 +44,15 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
   const auto cluster = cg::this_cluster();
   const int slice = static_cast<int>(cluster.block_rank()), workers = static_cast<int>(a.width) / (4 * kSlices);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const bool works = thread < workers;
+  const int group = thread / workers, of_group = workers / 32;
+  const bool counts = group < kParts, works = group == 0;
   const int64_t t0 = static_cast<int64_t>(blockIdx.y) * kRows;
-  const int64_t d = slice * (a.width / kSlices) + 4 * thread;
-  if (works) {
+  const int64_t d = slice * (a.width / kSlices) + 4 * (thread % workers);
+  if (counts) {
     // The lines of fn that this block will read, on their way while the kernel before ends.
     constexpr int per_line = 128 / static_cast<int>(sizeof(T));
     const int lines = 4 * workers / per_line;
-    for (int i = thread; i < kCoefficients * kStreams * lines; i += workers) {
+    for (int i = thread; i < kCoefficients * kStreams * lines; i += kParts * workers) {
       const int row = i / (kStreams * lines), j = i / lines % kStreams;
       asm volatile("prefetch.global.L2 [%0];" ::"l"(fn + row * fn_stride + j * a.width + slice * (a.width / kSlices) +
                                                     i % lines * per_line));
@@ -65,11 +69,11 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
     }
     __syncthreads();
   }
-  if (works) {
+  if (counts) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t t = min(t0 + r, n - 1);
-      float* row = streams + t * stride + d;
+      const float* row = streams + t * stride + d;
 #pragma unroll
       for (int j = 0; j < kStreams; ++j) {
         const float4 v = *reinterpret_cast<const float4*>(row + j * a.width);
@@ -89,23 +93,17 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
             mixed[k][i] = sum;
           }
 #pragma unroll
-        for (int k = 0; k < kStreams; ++k) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) x[r][k][i] = mixed[k][i];
-          if (t0 + r < n)
-            *reinterpret_cast<float4*>(row + k * a.width) =
-                make_float4(mixed[k][0], mixed[k][1], mixed[k][2], mixed[k][3]);
-        }
+        for (int k = 0; k < kStreams * 4; ++k) x[r][k / 4][k % 4] = mixed[k / 4][k % 4];
       }
     }
-    float sum[kRows][32];
+    float sum[kRows][8];
 #pragma unroll
-    for (int c = 0; c < kCoefficients; ++c) {
+    for (int c = 0; c < kEach; ++c) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) sum[r][c] = 0.0f;
 #pragma unroll
       for (int j = 0; j < kStreams; ++j) {
-        const float4 w = load_four(fn + c * fn_stride + j * a.width + d);
+        const float4 w = load_four(fn + (group * kEach + c) * fn_stride + j * a.width + d);
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
           sum[r][c] =
@@ -117,18 +115,27 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
       float squares = 0.0f;
 #pragma unroll
       for (int i = 0; i < kStreams * 4; ++i) squares = fmaf(x[r][i / 4][i % 4], x[r][i / 4][i % 4], squares);
-      sum[r][kCoefficients] = squares;
-#pragma unroll
-      for (int c = kCoefficients + 1; c < 32; ++c) sum[r][c] = 0.0f;
-      part[warp][r][lane] = warp_sums(sum[r]);
+      sum[r][kEach] = squares, sum[r][kEach + 1] = 0.0f;
+      const float v = warp_sums(sum[r]);
+      if (lane < 8) part[warp][r][lane] = v;
     }
   }
-  __syncthreads();
+  __syncthreads();  // all groups have read the streams
+  if (kOut && works)
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      if (t0 + r < n)
+#pragma unroll
+        for (int j = 0; j < kStreams; ++j)
+          *reinterpret_cast<float4*>(streams + (t0 + r) * stride + d + j * a.width) =
+              make_float4(x[r][j][0], x[r][j][1], x[r][j][2], x[r][j][3]);
   if (thread < 32) {
+    const int first = lane < kCoefficients ? lane / kEach * of_group : 0;
+    const int column = lane < kCoefficients ? lane % kEach : kEach;  // the squares, for all lanes behind
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      float v = part[0][r][lane];
-      for (int w = 1; w < workers / 32; ++w) v = v + part[w][r][lane];
+      float v = part[first][r][column];
+      for (int w = 1; w < of_group; ++w) v = v + part[first + w][r][column];
       slice_sum[r][lane] = v;
     }
   }
@@ -172,13 +179,13 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
     asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");
     if (thread < kRows) {
       float v = squares_part[0][thread];
-      for (int w = 1; w < workers / 32; ++w) v = v + squares_part[w][thread];
+      for (int w = 1; w < of_group; ++w) v = v + squares_part[w][thread];
       slice_squares[thread] = v;
     }
   }
   __syncwarp();
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  if (warp == workers / 32 && slice < kRows && t0 + slice < n) {
+  if (group == kParts && slice < kRows && t0 + slice < n) {
     const int r = slice;
     float* to = mix + (t0 + r) * mix_stride;
     const float factor = factor_of(r);
@@ -223,7 +230,7 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
     return t.stride % 4 == 0 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   };
   const Segment& s = fn.segments.front();
-  if (hc.streams != kStreams || y.dim % 1024 != 0 || y.dim > 16384 || s.stride == 0 || fn.segments.size() != 1 ||
+  if (hc.streams != kStreams || y.dim % 1024 != 0 || y.dim > 7168 || s.stride == 0 || fn.segments.size() != 1 ||
       !aligned(streams) || !aligned(y) || (out && !aligned(*out)))
     return false;
   if (streams.n == 0) return true;
@@ -240,7 +247,7 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
   const Activations codes = context.keep_rounded(Context::OfLayer, y);
   const bool two = streams.n > 32;  // fn is read half as often
   const dim3 grid(kSlices, static_cast<unsigned>(two ? (streams.n + 1) / 2 : streams.n));
-  const auto threads = static_cast<unsigned>(y.dim / (4 * kSlices) + 32);
+  const auto threads = static_cast<unsigned>(kParts * y.dim / (4 * kSlices) + 32);
   const auto launch = [&](auto kernel, const auto* data) {
     launch_kernel(context.device.stream(), grid, threads, 0, kernel, data, s.stride, a, gain, eps, streams.data,
                   streams.stride, out ? out->data : nullptr, out ? out->stride : 0, mix.data, mix.stride, y.data,

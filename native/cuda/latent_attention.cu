@@ -30,8 +30,8 @@ struct VisibleRows {
 // or a kernel joins what several have left in memory.
 constexpr int kRows = 64;
 constexpr int kHeads = 16;
-constexpr int kThreads = 256;
-constexpr int kMostColumns = 512;  // eight warps of 64
+constexpr int kThreads = 512;
+constexpr int kMostColumns = 512;  // sixteen warps of 32
 
 struct Softmax {
   float largest, total;
@@ -74,8 +74,8 @@ struct Turn {
 };
 
 // Bytes: 64 rows of dim floats for 16 heads, through shared memory. Operations: 16 * 4 * 64 * dim,
-// three times over on the matrix units. Scores: a warp has eight of the rows. Weighted sums: a warp has 64 columns.
-// kWhole: all chunks of the row, into `out`; otherwise chunk blockIdx.x into `p`.
+// three times over on the matrix units. Scores: a warp has eight of the rows and half of the columns. Weighted sums: a
+// warp has 32 columns. kWhole: all chunks of the row, into `out`; otherwise chunk blockIdx.x into `p`.
 template <bool kWhole>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_latent(const float* q, int64_t q_stride, const float* kv, int64_t kv_stride, const DeviceRow* rows,
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ float4 shared4[];
   constexpr int kScorePitch = kRows + 4;
   __shared__ const float* entry[kRows];
-  __shared__ float score[kHeads * kScorePitch];
+  __shared__ float score[2][kHeads * kScorePitch];
   __shared__ Softmax running[kHeads];
   __shared__ float factor[2][kHeads];
   const int t = blockIdx.z, head0 = blockIdx.y * kHeads, n_heads = min(kHeads, heads - head0);
@@ -107,10 +107,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (kWhole && threadIdx.x < kHeads)
     running[threadIdx.x] = start_of(sinks, head0 + min(static_cast<int>(threadIdx.x), n_heads - 1));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const int column0 = warp * 64;
-  float all[8][4];
+  const int column0 = warp * 32, group = warp % 8, half = warp / 8, blocks = (dim + 31) / 32;
+  const int from = half ? blocks / 2 * 32 : 0, until = half ? blocks * 32 : blocks / 2 * 32;
+  float all[4][4];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) all[i / 4][i % 4] = 0.0f;
+  for (int i = 0; i < 16; ++i) all[i / 4][i % 4] = 0.0f;
   const int end = kWhole ? (total + kRows - 1) / kRows : static_cast<int>(blockIdx.x) + 1;
   for (int chunk = kWhole ? 0 : static_cast<int>(blockIdx.x); chunk < end; ++chunk) {
     const int begin = chunk * kRows, n = min(kRows, total - begin);
@@ -130,21 +131,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       entry[threadIdx.x] = at;
     }
     __syncthreads();
-    // Every lane copies a piece of the rows that its own warp scores first; columns behind the last are zeros.
-    const int used = min(kRows, (n + 7) / 8 * 8);
-    for (int j = warp * 8; j < min(used, warp * 8 + 8); ++j)
-      for (int i = lane; i < pitch / 4 - 1; i += 32)
+    // Every warp copies what it scores itself; rows and columns behind the last are zeros.
+    for (int j = group * 8; j < min((n + 7) / 8 * 8, group * 8 + 8); ++j)
+      for (int i = from / 4 + lane; i < until / 4; i += 32)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                          static_cast<uint32_t>(__cvta_generic_to_shared(latent + j * pitch + 4 * i))),
                      "l"(entry[j] + (i < quads ? 4 * i : 0)), "r"(i < quads ? 16 : 0));
     asm volatile("cp.async.wait_all;");
     __syncwarp();
-    if (warp * 8 < n) {
-      const float4* key = reinterpret_cast<const float4*>(latent + (warp * 8 + g) * pitch + 8 * c);
+    if (group * 8 < n) {
+      const float4* key = reinterpret_cast<const float4*>(latent + (group * 8 + g) * pitch + 8 * c);
       const float *q0 = query + g * pitch + 8 * c, *q1 = q0 + 8 * pitch;
       float acc[4] = {0, 0, 0, 0};
 #pragma unroll 4
-      for (int d = 0; d < dim; d += 32) {
+      for (int d = from; d < until; d += 32) {
         const float4 k0 = key[d / 4], k1 = key[d / 4 + 1];
         const float x[8] = {k0.x, k0.y, k0.z, k0.w, k1.x, k1.y, k1.z, k1.w};
         float w[2][8];
@@ -157,51 +157,50 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         add_columns<true>(acc, w, x);
       }
-      float2* to = reinterpret_cast<float2*>(score + g * kScorePitch + warp * 8 + 2 * c);
-      to[0] = make_float2(acc[0] * scale, acc[1] * scale);
-      to[8 * kScorePitch / 2] = make_float2(acc[2] * scale, acc[3] * scale);
+      float2* to = reinterpret_cast<float2*>(score[half] + g * kScorePitch + group * 8 + 2 * c);
+      to[0] = make_float2(acc[0], acc[1]);
+      to[8 * kScorePitch / 2] = make_float2(acc[2], acc[3]);
     }
     __syncthreads();
-    // A warp turns the scores of two heads into exponentials.
-#pragma unroll
-    for (int k = 0; k < kHeads * 32 / kThreads; ++k) {
-      const int h = warp * (kHeads * 32 / kThreads) + k;
-      float* s = score + h * kScorePitch;
-      const float a = lane < n ? s[lane] : -INFINITY, b = lane + 32 < n ? s[lane + 32] : -INFINITY;
+    // A warp turns the scores of a head into exponentials.
+    {
+      static_assert(kHeads == kThreads / 32);
+      const int h = warp;
+      float *s = score[0] + h * kScorePitch, *s1 = score[1] + h * kScorePitch;
+      const float a = lane < n ? (s[lane] + s1[lane]) * scale : -INFINITY,
+                  b = lane + 32 < n ? (s[lane + 32] + s1[lane + 32]) * scale : -INFINITY;
       const float largest = warp_max(fmaxf(a, b));
       const float ea = lane < n ? expf(a - largest) : 0.0f, eb = lane + 32 < n ? expf(b - largest) : 0.0f;
       s[lane] = ea, s[lane + 32] = eb;
       const float sum = warp_sum(ea + eb);
-      if (lane != 0) continue;
-      if constexpr (kWhole)
-        join(running[h], {largest, sum}, factor[0][h], factor[1][h]);
-      else if (h < n_heads)
-        p.stats[(static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk] = {largest, sum};
+      if (lane == 0) {
+        if constexpr (kWhole)
+          join(running[h], {largest, sum}, factor[0][h], factor[1][h]);
+        else if (h < n_heads)
+          p.stats[(static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk] = {largest, sum};
+      }
     }
     __syncthreads();
     if (column0 < dim) {
-      // Column 8j + i of the warp's 64 is column j of the units' product i.
-      float sum[8][4];
+      // Column 4j + i of the warp's 32 is column j of the units' product i.
+      float sum[4][4];
 #pragma unroll
-      for (int i = 0; i < 32; ++i) sum[i / 4][i % 4] = 0.0f;
+      for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = 0.0f;
 #pragma unroll 2
       for (int first = 0; first < n; first += 8) {
-        const float* s = score + g * kScorePitch + first + c;
+        const float* s = score[0] + g * kScorePitch + first + c;
         const float a[4] = {s[0], s[8 * kScorePitch], s[4], s[8 * kScorePitch + 4]};
-        float x[2][8];
+        float x[2][4];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float4* value =
-              reinterpret_cast<const float4*>(latent + (first + c + 4 * r) * pitch + min(column0 + 8 * g, dim - 8));
-          const float4 v0 = value[0], v1 = value[1];
-          x[r][0] = v0.x, x[r][1] = v0.y, x[r][2] = v0.z, x[r][3] = v0.w;
-          x[r][4] = v1.x, x[r][5] = v1.y, x[r][6] = v1.z, x[r][7] = v1.w;
+          const float4 v = *reinterpret_cast<const float4*>(latent + (first + c + 4 * r) * pitch + column0 + 4 * g);
+          x[r][0] = v.x, x[r][1] = v.y, x[r][2] = v.z, x[r][3] = v.w;
         }
         float up[4], down[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) up[i] = high_part(a[i]), down[i] = a[i] - up[i];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < 4; ++i) {
           const float h0 = high_part(x[0][i]), h1 = high_part(x[1][i]);
           multiply(sum[i], down, h0, h1);
           multiply(sum[i], up, x[0][i] - h0, x[1][i] - h1);
@@ -214,18 +213,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (kWhole) {
           const float before = factor[0][h], added = factor[1][h];
 #pragma unroll
-          for (int i = 0; i < 8; ++i)
+          for (int i = 0; i < 4; ++i)
 #pragma unroll
             for (int k = 2 * r; k < 2 * r + 2; ++k) all[i][k] = fmaf(all[i][k], before, sum[i][k] * added);
         } else if (h < n_heads) {
           float* to = p.sums + ((static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk) * dim + column0;
 #pragma unroll
           for (int k = 0; k < 2; ++k)
-            if (column0 + 16 * c + 8 * k < dim)
-#pragma unroll
-              for (int i = 0; i < 8; i += 4)
-                *reinterpret_cast<float4*>(to + 16 * c + 8 * k + i) =
-                    make_float4(sum[i][2 * r + k], sum[i + 1][2 * r + k], sum[i + 2][2 * r + k], sum[i + 3][2 * r + k]);
+            if (column0 + 8 * c + 4 * k < dim)
+              *reinterpret_cast<float4*>(to + 8 * c + 4 * k) =
+                  make_float4(sum[0][2 * r + k], sum[1][2 * r + k], sum[2][2 * r + k], sum[3][2 * r + k]);
         }
       }
     }
@@ -241,14 +238,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       float* to = out + t * out_stride + static_cast<int64_t>(head0 + h) * dim + column0;
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        if (column0 + 16 * c + 8 * k < dim)
-#pragma unroll
-          for (int i = 0; i < 8; i += 4) {
-            float v[4] = {all[i][2 * r + k] * inverse, all[i + 1][2 * r + k] * inverse, all[i + 2][2 * r + k] * inverse,
-                          all[i + 3][2 * r + k] * inverse};
-            turn.back(v, t, column0 + 16 * c + 8 * k + i, dim);
-            *reinterpret_cast<float4*>(to + 16 * c + 8 * k + i) = make_float4(v[0], v[1], v[2], v[3]);
-          }
+        if (column0 + 8 * c + 4 * k < dim) {
+          float v[4] = {all[0][2 * r + k] * inverse, all[1][2 * r + k] * inverse, all[2][2 * r + k] * inverse,
+                        all[3][2 * r + k] * inverse};
+          turn.back(v, t, column0 + 8 * c + 4 * k, dim);
+          *reinterpret_cast<float4*>(to + 8 * c + 4 * k) = make_float4(v[0], v[1], v[2], v[3]);
+        }
     }
   }
 }

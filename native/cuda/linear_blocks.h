@@ -4,18 +4,6 @@
 // products of a block are summed exactly by the matrix units, blocks are added in order within a chain of 16 (512
 // columns), and the chains' sums in order.
 #pragma once
-#ifndef V_OCC
-#define V_OCC 2
-#endif
-#ifndef V_PRE
-#define V_PRE 0
-#endif
-#ifndef V_ROWS
-#define V_ROWS 2
-#endif
-#ifndef V_RING
-#define V_RING 4
-#endif
 
 #include <algorithm>
 #include <climits>
@@ -229,20 +217,57 @@ struct Leaders {
   }
 };
 
-// Few rows of activations: weights stream from memory into registers and on into the matrix units. A warp computes one
-// chain of one tile row (of two where blocks are small); blocks of threads stay and take the next tile rows when they
-// are done, the weights on their way while others are computed. kOne: one row of activations for every slab.
-template <DType type, int NT, bool kOne>
-__global__ void __launch_bounds__(kBlockThreads, NT >= 4                             ? 1
-                                                 : (NT == 1 && Layout<type>::kQ < 8) ? V_OCC
-                                                                                     : 2)
-    stream_blocks(Planes w, Activations x, LinearArgs p) {
+// The planes' parts of one unit of work of a warp in shared memory: up to kRows tile rows of one chain.
+template <DType type, int kRows>
+struct UnitBytes {
   using L = Layout<type>;
-  constexpr int kRows = L::kQ < 8 && NT == 1 ? V_ROWS : 1;  // tile rows of a warp
-  constexpr int kRing = L::kQ == 8 ? 2 : V_RING;            // tiles on their way
+  static constexpr int kQ = kChainTiles * 256 * L::kQ, kH = kChainTiles * 256 * L::kH, kS = kChainTiles * 16 * L::kS,
+                       kD = kChainTiles / 2 * 16 * L::kD, kRow = kQ + kH + kS + kD, kAll = kRow * kRows;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+// Copies `bytes` (a multiple of 16) to shared memory; `barrier` counts their arrival.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Bytes of shared memory that stream_blocks wants beside what it declares, and whether it copies weights there.
+template <DType type>
+constexpr bool kBulk = Layout<type>::kQ < 8;
+template <DType type, int NT>
+constexpr int kUnitRows = Layout<type>::kQ == 2 && NT == 1 ? 2 : 1;
+template <DType type, int NT>
+constexpr int kStreamBytes = kBulk<type> ? 2 * kBlockWarps * UnitBytes<type, kUnitRows<type, NT>>::kAll : 0;
+
+// Few rows of activations: weights stream from memory through registers (Q8_0) or through shared memory (smaller
+// blocks, whose decoding leaves no registers to wait with), and on into the matrix units. A warp computes one chain of
+// one tile row (of two where blocks are small); blocks of threads stay and take the next tile rows when they are done,
+// the weights on their way while others are computed. kOne: one row of activations for every slab.
+template <DType type, int NT, bool kOne>
+__global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(Planes w, Activations x, LinearArgs p) {
+  using L = Layout<type>;
+  constexpr int kRows = kUnitRows<type, NT>;  // tile rows of a warp
+  constexpr int kRing = 2;                    // tiles of Q8_0 on their way
   constexpr int kTiles = kChainTiles * kRows;
   constexpr int kCopies = type == DType::IQ2_XXS ? (NT == 1 ? 16 : 8) : 0;
   constexpr bool kLeads = NT == 1 && !kOne;
+  using Bytes = UnitBytes<type, kRows>;
+  extern __shared__ uint4 dynamic[];
+  __shared__ uint64_t arrivals[kBlockWarps][2];
   struct Unit {
     uint32_t tile, super;
     int chain, tiles, rows;
@@ -290,18 +315,58 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4                        
     u.rows = min(kRows, p.tiles_m - tile_row);
     return u;
   };
-  RawTile<type> raw[kRing];
+  RawTile<type> raw[kBulk<type> ? 1 : kRing];
   // Tile `i` of a unit: column i / kRows of its tile row i % kRows.
   const auto load = [&](const Unit& u, int i) {
     const int column = i / kRows, row = i % kRows;
     if (column < u.tiles && row < u.rows)
       reader.all(raw[i % kRing], u.tile + row * p.tiles_k + column, u.super + row * (p.tiles_k / 2) + column / 2);
   };
+  // The warp's two stages. Its units follow each other in them; `coming` is the next one to copy.
+  uint8_t* const stages = reinterpret_cast<uint8_t*>(dynamic) + warp * (2 * Bytes::kAll);
+  const auto copy = [&](const Unit& u, int stage) {
+    if (lane != 0 || u.tiles == 0) return;
+    const uint32_t barrier = shared_address(&arrivals[warp][stage]);
+    const int pairs = (u.tiles + 1) / 2;
+    const int each = u.tiles * (256 * L::kQ + 256 * L::kH + 16 * L::kS) + pairs * (16 * L::kD);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(each * u.rows)
+                 : "memory");
+    for (int row = 0; row < u.rows; ++row) {
+      const uint32_t to = shared_address(stages + stage * Bytes::kAll + row * Bytes::kRow);
+      const uint64_t tile = u.tile + row * p.tiles_k, super = u.super + row * (p.tiles_k / 2);
+      copy_bulk(to, w.q + tile * (256 * L::kQ), u.tiles * (256 * L::kQ), barrier);
+      if (L::kH > 0) copy_bulk(to + Bytes::kQ, w.h + tile * (256 * L::kH), u.tiles * (256 * L::kH), barrier);
+      copy_bulk(to + Bytes::kQ + Bytes::kH, w.s + tile * (16 * L::kS), u.tiles * (16 * L::kS), barrier);
+      if (L::kD > 0)
+        copy_bulk(to + Bytes::kQ + Bytes::kH + Bytes::kS, w.d + super * (16 * L::kD), pairs * (16 * L::kD), barrier);
+    }
+  };
   Item item{0, 0};
   advance(item, static_cast<int>(blockIdx.x));
   Unit unit = unit_of(item, 0);
+  Item coming = item;
+  int coming_pass = 0;
+  const auto next_coming = [&] {
+    if (++coming_pass < passes) return;
+    coming_pass = 0;
+    advance(coming, static_cast<int>(gridDim.x));
+  };
+  uint32_t parity = 0;  // bit s: of stage s
+  if constexpr (kBulk<type>) {
+    if (lane == 0) {
+      for (int stage = 0; stage < 2; ++stage)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrivals[warp][stage])) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncwarp();
+    for (int stage = 0; stage < 2; ++stage) {
+      copy(unit_of(coming, coming_pass), stage);
+      next_coming();
+    }
+  } else {
 #pragma unroll
-  for (int i = 0; i < kRing; ++i) load(unit, i);
+    for (int i = 0; i < kRing; ++i) load(unit, i);
+  }
   if constexpr (kCopies > 0) {
     grid.fill(w);
     __syncthreads();
@@ -310,7 +375,7 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4                        
   const Bias bias;
   if (!p.experts) begin_kernel();
 
-  int buffer = 0;
+  int buffer = 0;  // also the stage of the unit
   float total0 = 0.0f, total1 = 0.0f;
   while (item.lead < leads) {
     Item following = item;
@@ -360,17 +425,21 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4                        
             }
           }
         };
-        constexpr bool kEarly = V_PRE && NT == 1;
-        Tokens in, later;
-        if (kEarly && unit.tiles > 0) tokens_of(0, in);
+        Tokens in;
 #pragma unroll
         for (int j = 0; j < kChainTiles; ++j) {
           if (j < unit.tiles) {
-            if constexpr (!kEarly) tokens_of(j, in);
-            if (kEarly && j + 1 < unit.tiles) tokens_of(j + 1, later);
+            tokens_of(j, in);
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-              const RawTile<type>& tile = raw[(j * kRows + r) % kRing];
+              if (kRows > 1 && r >= unit.rows) continue;
+              if constexpr (kBulk<type>) {
+                const uint8_t* at = stages + buffer * Bytes::kAll + r * Bytes::kRow;
+                const Planes copied{at, at + Bytes::kQ, at + Bytes::kQ + Bytes::kH,
+                                    at + Bytes::kQ + Bytes::kH + Bytes::kS, nullptr};
+                TileReader<type, true>(copied, lane).all(raw[0], j, j / 2);
+              }
+              const RawTile<type>& tile = raw[kBulk<type> ? 0 : (j * kRows + r) % kRing];
               const OwnScales<type> own_scales(tile, lane);
               if constexpr (kSingle) {
                 const Products p0 = products_of<type>(own_scales.row[0], in.dx[0], in.sums[0]),
@@ -408,12 +477,9 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4                        
                 }
               }
             }
-            if constexpr (kEarly) in = later;
           }
-#pragma unroll
-          for (int r = 0; r < kRows; ++r) {
-            constexpr int kAhead = kRing;
-            const int i = j * kRows + r + kAhead;
+          if constexpr (!kBulk<type>) {
+            const int i = j + kRing;
             if (i < kTiles)
               load(unit, i);
             else
@@ -421,10 +487,19 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4                        
           }
         }
       };
+      if (kBulk<type> && unit.tiles > 0) {
+        wait_for(shared_address(&arrivals[warp][buffer]), parity >> buffer & 1u);
+        parity ^= 1u << buffer;
+      }
       if (single)
         compute(std::true_type{});
       else if constexpr (!kOne)
         compute(std::false_type{});
+      if constexpr (kBulk<type>) {
+        __syncwarp();
+        copy(unit_of(coming, coming_pass), buffer);
+        next_coming();
+      }
 #pragma unroll
       for (int i = 0; i < kRows * NT; ++i) {
         float2* to = reinterpret_cast<float2*>(part[buffer][warp] + i * 128) + lane;
@@ -618,18 +693,21 @@ __global__ void __launch_bounds__(kBlockThreads, 2) tile_blocks(Planes w, Activa
   asm volatile("cp.async.wait_group 0;");
 }
 
-template <auto kernel>
+template <DType type, int NT, bool kOne>
 void launch_stream(const Device& device, const Planes& w, const Activations& x, const LinearArgs& p) {
+  constexpr auto kernel = stream_blocks<type, NT, kOne>;
+  constexpr int bytes = kStreamBytes<type, NT>;
   static int resident = 0;  // blocks of threads that a multiprocessor holds
   if (resident == 0) {
-    DS4_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kBlockThreads, 0));
+    if (bytes > 0) DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    DS4_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kBlockThreads, bytes));
     resident = std::max(1, resident);
   }
-  const int chains = (p.tiles_k + kChainTiles - 1) / kChainTiles,
-            tile_rows = kBlockWarps / std::min(chains, kBlockWarps);
+  const int chains = (p.tiles_k + kChainTiles - 1) / kChainTiles;
+  const int tile_rows = kBlockWarps / std::min(chains, kBlockWarps) * kUnitRows<type, NT>;
   const int64_t items = (p.experts ? p.n_items : p.slabs) * ((p.tiles_m + tile_rows - 1) / tile_rows);
   launch_kernel(device.stream(), static_cast<unsigned>(std::min<int64_t>(items, resident * device.multiprocessors())),
-                kBlockThreads, 0, kernel, w, x, p);
+                kBlockThreads, bytes, kernel, w, x, p);
 }
 
 template <DType type>
@@ -639,13 +717,13 @@ void launch_blocks(const Device& device, const Planes& w, const Activations& x, 
     launch_kernel(device.stream(), dim3(tile_rows, static_cast<unsigned>(p.n_items)), kBlockThreads, 0,
                   tile_blocks<type>, w, x, p);
   } else if (p.experts ? p.alone : p.T == 1) {
-    launch_stream<stream_blocks<type, 1, true>>(device, w, x, p);
+    launch_stream<type, 1, true>(device, w, x, p);
   } else if (p.experts || p.T <= 8) {
-    launch_stream<stream_blocks<type, 1, false>>(device, w, x, p);
+    launch_stream<type, 1, false>(device, w, x, p);
   } else if (p.T <= 16) {
-    launch_stream<stream_blocks<type, 2, false>>(device, w, x, p);
+    launch_stream<type, 2, false>(device, w, x, p);
   } else if (p.T <= 32) {
-    launch_stream<stream_blocks<type, 4, false>>(device, w, x, p);
+    launch_stream<type, 4, false>(device, w, x, p);
   } else {
     launch_kernel(
         device.stream(),

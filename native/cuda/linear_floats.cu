@@ -128,10 +128,12 @@ struct Eight<__nv_bfloat16> {
 // ---- matrices, on the matrix units
 //
 // Order of additions for every T: a block of 32 columns by the units (matrix_math.h), blocks in order within a chain of
-// 512 columns, chains in order.
-constexpr int kThreads = 256;
+// 256 columns, chains in order.
+constexpr int kThreads = 512;
 constexpr int kFloatWarps = kThreads / 32;
-constexpr int kChainBlocks = 16;
+constexpr int kTileThreads = 256;
+constexpr int kTileWarps = kTileThreads / 32;
+constexpr int kChainBlocks = 8;
 constexpr int kTokens = 64;  // of a block of threads when there are many
 
 struct FloatArgs {
@@ -153,7 +155,7 @@ __device__ __forceinline__ void store(const FloatArgs& p, int64_t row, int64_t t
 // kTail: the columns do not fill blocks of 32.
 template <class T, int NT, bool kTail>
 __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatArgs p) {
-  constexpr int kAhead = sizeof(T) == 4 ? 4 : NT == 1 ? 16 : 8;  // blocks on their way
+  constexpr int kAhead = sizeof(T) == 4 || NT == 4 ? 2 : NT == 1 ? 8 : 4;  // blocks on their way
   __shared__ float part[kFloatWarps][NT * 128];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int blocks = static_cast<int>((p.cols + 31) / 32), chains = (blocks + kChainBlocks - 1) / kChainBlocks;
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatAr
 #pragma unroll
     for (int r = 0; r < 2; ++r) raw[r].load(row[r] + block * 32);
   };
-  float total[NT / 2 + 1];
+  float total = 0.0f;
   for (int pass = 0; pass * at_once < chains; ++pass) {
     const int chain = pass * at_once + warp % at_once, block0 = chain * kChainBlocks;
     const int n = active && chain < chains ? min(kChainBlocks, blocks - block0) : 0;
@@ -217,36 +219,33 @@ __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatAr
       to[32] = make_float2(acc[j][2], acc[j][3]);
     }
     __syncthreads();
-    // One output for each thread and 256 of them; several tile rows only where there is one pass.
-    const int here = min(at_once, chains - pass * at_once);
+    // A thread has one output; several tile rows only where there is one pass.
+    const int here = min(at_once, chains - pass * at_once), o = static_cast<int>(threadIdx.x);
     const bool last = (pass + 1) * at_once >= chains;
-    for (int of = 0; of < tile_rows; ++of)
-#pragma unroll
-      for (int k = 0; k < NT / 2 + 1; ++k) {
-        const int o = k * kThreads + static_cast<int>(threadIdx.x);
-        if (o >= NT * 128) continue;
-        const float* from = part[of * at_once] + o;
-        float v = pass == 0 ? from[0] : total[k] + from[0];
-        for (int c = 1; c < here; ++c) v = v + from[c * (NT * 128)];
-        total[k] = v;
-        if (!last) continue;
-        const int64_t at = static_cast<int64_t>(blockIdx.x) * tile_rows + of;
-        const int64_t in_group = at % tiles * 16 + o % 128 / 8, token = o / 128 * 8 + o % 8;
-        if (at < all && in_group < p.rank && token < p.T) store(p, at / tiles * p.rank + in_group, token, v);
-      }
+    for (int of = 0; of < tile_rows && o < NT * 128; ++of) {
+      const float* from = part[of * at_once] + o;
+      float v = pass == 0 ? from[0] : total + from[0];
+#pragma unroll 4
+      for (int c = 1; c < here; ++c) v = v + from[c * (NT * 128)];
+      total = v;
+      if (!last) continue;
+      const int64_t at = static_cast<int64_t>(blockIdx.x) * tile_rows + of;
+      const int64_t in_group = at % tiles * 16 + o % 128 / 8, token = o / 128 * 8 + o % 8;
+      if (at < all && in_group < p.rank && token < p.T) store(p, at / tiles * p.rank + in_group, token, v);
+    }
   }
 }
 
 // Many tokens: a block of threads computes 128 rows for 64 tokens, a warp 16 rows; x goes through shared memory.
 template <class T, bool kTail>
-__global__ void __launch_bounds__(kThreads) tile_floats(const T* w, FloatArgs p) {
+__global__ void __launch_bounds__(kTileThreads) tile_floats(const T* w, FloatArgs p) {
   constexpr int NT = kTokens / 8, kPitch = 36;  // floats of a token: lanes of a quarter warp fall into different banks
   __shared__ alignas(16) float stage[3][kTokens * kPitch];
   begin_kernel();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int blocks = static_cast<int>((p.cols + 31) / 32);
   const int64_t group = blockIdx.z, token0 = static_cast<int64_t>(blockIdx.x) * kTokens;
-  const int tile = static_cast<int>(blockIdx.y) * kFloatWarps + warp;
+  const int tile = static_cast<int>(blockIdx.y) * kTileWarps + warp;
   const T* row[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
@@ -330,8 +329,8 @@ void launch_matrix(const Device& device, const Segment& w, const float* x, int64
   if (p.T > 32) {
     launch_kernel(device.stream(),
                   dim3(static_cast<unsigned>((p.T + kTokens - 1) / kTokens),
-                       static_cast<unsigned>((tiles + kFloatWarps - 1) / kFloatWarps), static_cast<unsigned>(groups)),
-                  kThreads, 0, tile_floats<T, kTail>, data, p);
+                       static_cast<unsigned>((tiles + kTileWarps - 1) / kTileWarps), static_cast<unsigned>(groups)),
+                  kTileThreads, 0, tile_floats<T, kTail>, data, p);
     return;
   }
   const int64_t chains = ((p.cols + 31) / 32 + kChainBlocks - 1) / kChainBlocks;

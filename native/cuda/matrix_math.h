@@ -17,37 +17,25 @@ __device__ __forceinline__ float high_part(float v) {
   return __uint_as_float(__float_as_uint(v) & 0xFFFFE000u);
 }
 
-// Adds a block of 32 columns, low parts first: lane 4g + t has columns 8t .. 8t + 7 of rows g and g + 8 of W and of
-// token g of x. Step s of the units' k = t is column 8t + 2s, their k = t + 4 the one behind it. kSplit: values of w
-// may have more than ten mantissa bits.
+// Adds a block of 32 columns, sums with low parts apart: lane 4g + t has columns 8t .. 8t + 7 of rows g and g + 8 of W
+// and of token g of x. Step s of the units' k = t is column 8t + 2s, their k = t + 4 the one behind it. kSplit: values
+// of w may have more than ten mantissa bits.
 template <bool kSplit>
 __device__ __forceinline__ void add_columns(float (&acc)[4], const float (&w)[2][8], const float (&x)[8]) {
-  float high[8], low[8], c[4] = {0, 0, 0, 0};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) high[i] = high_part(x[i]), low[i] = x[i] - high[i];
+  float up_up[4] = {0, 0, 0, 0}, up_down[4] = {0, 0, 0, 0}, down_up[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
     const float a[4] = {w[0][2 * s], w[1][2 * s], w[0][2 * s + 1], w[1][2 * s + 1]};
-    if constexpr (kSplit) {
-      float up[4], down[4];
+    const float h0 = high_part(x[2 * s]), h1 = high_part(x[2 * s + 1]);
+    float up[4], down[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) up[i] = high_part(a[i]), down[i] = a[i] - up[i];
-      multiply(c, down, high[2 * s], high[2 * s + 1]);
-      multiply(c, up, low[2 * s], low[2 * s + 1]);
-    } else {
-      multiply(c, a, low[2 * s], low[2 * s + 1]);
-    }
+    for (int i = 0; i < 4; ++i) up[i] = kSplit ? high_part(a[i]) : a[i], down[i] = a[i] - up[i];
+    multiply(up_down, up, x[2 * s] - h0, x[2 * s + 1] - h1);
+    if constexpr (kSplit) multiply(down_up, down, h0, h1);
+    multiply(up_up, up, h0, h1);
   }
 #pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    float a[4] = {w[0][2 * s], w[1][2 * s], w[0][2 * s + 1], w[1][2 * s + 1]};
-    if constexpr (kSplit)
-#pragma unroll
-      for (float& v : a) v = high_part(v);
-    multiply(c, a, high[2 * s], high[2 * s + 1]);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) acc[i] = acc[i] + c[i];
+  for (int i = 0; i < 4; ++i) acc[i] = acc[i] + ((kSplit ? up_down[i] + down_up[i] : up_down[i]) + up_up[i]);
 }
 
 }  // namespace ds4::cuda
