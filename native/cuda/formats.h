@@ -219,7 +219,11 @@ template <int kCopies>
 struct Grid {
   uint32_t word[256 * kCopies];
   __device__ __forceinline__ void fill(const Planes& p) {
-    for (int i = threadIdx.x; i < 256 * kCopies; i += blockDim.x) word[i] = __ldg(p.grid + i / kCopies);
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) {
+      const uint32_t v = __ldg(p.grid + i);
+#pragma unroll
+      for (int c = 0; c < kCopies; ++c) word[i * kCopies + c] = v;
+    }
   }
   // The address of the lane's copy in shared memory.
   __device__ __forceinline__ uint32_t address(int lane) const {

@@ -11,8 +11,6 @@ namespace cg = cooperative_groups;
 constexpr int kStreams = 4;
 constexpr int kSlices = 8;  // blocks of threads of a cluster
 constexpr int kCoefficients = 2 * kStreams + kStreams * kStreams;
-constexpr int kParts = 4;
-constexpr int kEach = kCoefficients / kParts;
 
 __device__ __forceinline__ float4 load_four(const float* p) {
   return __ldg(reinterpret_cast<const float4*>(p));
@@ -29,14 +27,15 @@ __device__ __forceinline__ float4 load_four(const __nv_bfloat16* p) {
 
 // Bytes: fn once for each kRows rows (from the cache after the first), streams in and, with kOut, out, `out` once.
 // Operations: 2 * 25 * 4 H T. A cluster of eight blocks of threads has kRows rows; each has an eighth of the columns of
-// every stream. Four groups of its threads have these columns, four each thread, and a quarter of fn's rows; the last
-// warp does Sinkhorn's algorithm beside the others.
-template <class T, int kRows, bool kOut>
+// every stream. kParts groups of its threads have these columns, four each thread, and a share of fn's rows; the last
+// warp does Sinkhorn's algorithm beside the others. Sums do not depend on kRows and kParts.
+template <class T, int kRows, int kParts, bool kOut>
 __global__ void __cluster_dims__(kSlices, 1, 1)
     mix_and_norm_kernel(const T* fn, int64_t fn_stride, HyperArgs a, const float* gain, float eps, float* streams,
                         int64_t stride, const float* out, int64_t out_stride, float* mix, int64_t mix_stride, float* y,
                         int64_t y_stride, int64_t n, int64_t blocks, int8_t* codes, float* scales, float2* sums) {
-  __shared__ float part[32][kRows][8];
+  constexpr int kEach = kCoefficients / kParts, kSums = kParts == 1 ? 32 : 8;
+  __shared__ float part[32][kRows][kSums];
   __shared__ float slice_sum[kRows][32], slice_squares[kRows];
   __shared__ float coefficient[kRows][32], old_mix[kRows][kStreams + kStreams * kStreams];
   __shared__ float m[kRows][kStreams * kStreams];
@@ -96,7 +95,7 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
         for (int k = 0; k < kStreams * 4; ++k) x[r][k / 4][k % 4] = mixed[k / 4][k % 4];
       }
     }
-    float sum[kRows][8];
+    float sum[kRows][kSums];
 #pragma unroll
     for (int c = 0; c < kEach; ++c) {
 #pragma unroll
@@ -115,9 +114,11 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
       float squares = 0.0f;
 #pragma unroll
       for (int i = 0; i < kStreams * 4; ++i) squares = fmaf(x[r][i / 4][i % 4], x[r][i / 4][i % 4], squares);
-      sum[r][kEach] = squares, sum[r][kEach + 1] = 0.0f;
+      sum[r][kEach] = squares;
+#pragma unroll
+      for (int c = kEach + 1; c < kSums; ++c) sum[r][c] = 0.0f;
       const float v = warp_sums(sum[r]);
-      if (lane < 8) part[warp][r][lane] = v;
+      if (lane < kSums) part[warp][r][lane] = v;
     }
   }
   __syncthreads();  // all groups have read the streams
@@ -247,7 +248,7 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
   const Activations codes = context.keep_rounded(Context::OfLayer, y);
   const bool two = streams.n > 32;  // fn is read half as often
   const dim3 grid(kSlices, static_cast<unsigned>(two ? (streams.n + 1) / 2 : streams.n));
-  const auto threads = static_cast<unsigned>(kParts * y.dim / (4 * kSlices) + 32);
+  const auto threads = static_cast<unsigned>((two ? 1 : 4) * y.dim / (4 * kSlices) + 32);
   const auto launch = [&](auto kernel, const auto* data) {
     launch_kernel(context.device.stream(), grid, threads, 0, kernel, data, s.stride, a, gain, eps, streams.data,
                   streams.stride, out ? out->data : nullptr, out ? out->stride : 0, mix.data, mix.stride, y.data,
@@ -256,9 +257,9 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
   };
   const auto of_type = [&]<class T>(const T* data) {
     if (two)
-      out ? launch(mix_and_norm_kernel<T, 2, true>, data) : launch(mix_and_norm_kernel<T, 2, false>, data);
+      out ? launch(mix_and_norm_kernel<T, 2, 1, true>, data) : launch(mix_and_norm_kernel<T, 2, 1, false>, data);
     else
-      out ? launch(mix_and_norm_kernel<T, 1, true>, data) : launch(mix_and_norm_kernel<T, 1, false>, data);
+      out ? launch(mix_and_norm_kernel<T, 1, 4, true>, data) : launch(mix_and_norm_kernel<T, 1, 4, false>, data);
   };
   if (s.type == DType::F16)
     of_type(s.memory.as<__half>());
