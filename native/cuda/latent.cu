@@ -334,7 +334,7 @@ struct CompressArgs {
 // Where a window closes: pools it, norms, rotates and rounds. Tokens of this step are read from `kg`, older ones from
 // the ring, which is written afterwards. Bytes: the window's keys and gates twice. One block for each row of the step.
 // `store`: the rows are so few that none of them takes the place of one that is read; they are stored at once.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(512)
     compress_kernel(const float* kg, int64_t stride, const DeviceRow* rows, CompressArgs a, bool store) {
   begin_kernel();
   extern __shared__ float pooled[];  // [dim], then [32]
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kThreads)
   if (store) {
     const int columns = a.lanes * a.dim;
     float* to = reinterpret_cast<float*>(ring_row(row, a.ring, p));
-    for (int i = threadIdx.x; i < 2 * columns; i += kThreads) {
+    for (int i = threadIdx.x; i < 2 * columns; i += static_cast<int>(blockDim.x)) {
       const float v = kg[t * stride + i];
       to[i] = i < columns ? v : v + a.bias[p % a.ratio * columns + i - columns];
     }
@@ -354,29 +354,48 @@ __global__ void __launch_bounds__(kThreads)
   const int start = a.lanes == 2 && first > 0 ? first - a.ratio : first;
   const int step_first = p - static_cast<int>(t - row.first);
   float squares = 0.0f;
-  for (int i = threadIdx.x; i < a.dim; i += kThreads) {
-    const auto entry = [&](int at, bool gate) {
-      const int column = (a.lanes == 2 && at >= first ? a.dim : 0) + i;
-      if (at < step_first) return reinterpret_cast<const float*>(ring_row(row, a.ring, at))[(gate ? half : 0) + column];
-      const float* token = kg + static_cast<int64_t>(row.first + at - step_first) * stride;
-      return gate ? token[half + column] + a.bias[at % a.ratio * half + column] : token[column];
+  for (int i = threadIdx.x; i < a.dim; i += static_cast<int>(blockDim.x)) {
+    // Keys and gates of eight tokens at a time; the ring's gates have their position bias.
+    constexpr int kAtOnce = 8;
+    float gates[kAtOnce], keys[kAtOnce];
+    const auto read = [&](int from, bool keys_too) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int at = min(from + k, p), column = (a.lanes == 2 && at >= first ? a.dim : 0) + i;
+        const bool old = at < step_first;
+        const float* token = old ? reinterpret_cast<const float*>(ring_row(row, a.ring, at))
+                                 : kg + static_cast<int64_t>(row.first + at - step_first) * stride;
+        gates[k] = token[half + column];
+        const float bias = a.bias[at % a.ratio * half + column];
+        if (!old) gates[k] = gates[k] + bias;
+        if (keys_too) keys[k] = token[column];
+      }
     };
     float largest = -INFINITY;
-    for (int at = start; at <= p; ++at) largest = fmaxf(largest, entry(at, true));
+    for (int from = start; from <= p; from += kAtOnce) {
+      read(from, false);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) largest = fmaxf(largest, gates[k]);  // the last one again does no harm
+    }
     float total = 0.0f, sum = 0.0f;
-    for (int at = start; at <= p; ++at) {
-      const float e = expf(entry(at, true) - largest);
-      total = total + e;
-      sum = fmaf(e, entry(at, false), sum);
+    for (int from = start; from <= p; from += kAtOnce) {
+      read(from, true);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        if (from + k <= p) {
+          const float e = expf(gates[k] - largest);
+          total = total + e;
+          sum = fmaf(e, keys[k], sum);
+        }
     }
     const float v = sum / total;
     pooled[i] = v;
     squares = fmaf(v, v, squares);
   }
   const float factor = 1.0f / sqrtf(block_sum(squares, pooled + a.dim) / static_cast<float>(a.dim) + a.eps);
-  for (int i = threadIdx.x; i < a.dim; i += kThreads) pooled[i] = pooled[i] * factor * a.gain[i];
+  for (int i = threadIdx.x; i < a.dim; i += static_cast<int>(blockDim.x)) pooled[i] = pooled[i] * factor * a.gain[i];
   __syncthreads();
-  for (int i = threadIdx.x; i < a.pairs; i += kThreads) {
+  for (int i = threadIdx.x; i < a.pairs; i += static_cast<int>(blockDim.x)) {
     float c, s;
     angle_of(first, a.freq[i], c, s);
     float* pair = pooled + a.dim - 2 * a.pairs + 2 * i;
@@ -385,7 +404,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   round_row(pooled, a.dim, a.rounding, 2 * a.pairs);
   float* to = reinterpret_cast<float*>(append_row(row, a.rows, p / a.ratio));
-  for (int i = threadIdx.x; i < a.dim; i += kThreads) to[i] = pooled[i];
+  for (int i = threadIdx.x; i < a.dim; i += static_cast<int>(blockDim.x)) to[i] = pooled[i];
 }
 
 __global__ void store_open_kernel(const float* kg, int64_t stride, const DeviceRow* rows, BufferPlace ring,
@@ -548,7 +567,8 @@ class CudaLatentOps final : public LatentOps {
     const DeviceRow* list = context_.rows(rows);
     // A closing window reads no further back than its own tokens and, of two lanes, those of the window before.
     const bool store = kg.n + lanes * c.ratio <= a.ring.capacity;
-    launch_kernel(stream(), static_cast<unsigned>(kg.n), kThreads, static_cast<size_t>(c.dim + 32) * sizeof(float),
+    const auto threads = static_cast<unsigned>(std::clamp<int64_t>((c.dim + 31) / 32 * 32, 32, 512));
+    launch_kernel(stream(), static_cast<unsigned>(kg.n), threads, static_cast<size_t>(c.dim + 32) * sizeof(float),
                   compress_kernel, kg.data, kg.stride, list, a, store);
     if (!store)
       launch_kernel(stream(), dim3(pieces(2 * half, kThreads), static_cast<unsigned>(kg.n)), kThreads, 0,

@@ -563,6 +563,7 @@ struct Stage {
   float2 sums[Layout<type>::kMin ? kTileTokens * kTileBlocks : 2];
 };
 constexpr int kStages = 3;
+constexpr int kFewTokens = 16;
 
 // The products of a block of threads with NT times eight tokens. `fetch(i)` starts the copy of the activations of tile
 // i.
@@ -630,8 +631,9 @@ __device__ __forceinline__ void run_tiles(const TileReader<type>& reader, uint32
     for (int k = 0; k < 2; ++k) finish(i * 8 + 2 * t + k, total[i][k], total[i][2 + k]);
 }
 
-template <DType type>
-__global__ void __launch_bounds__(kBlockThreads, 2) tile_blocks(Planes w, Activations x, LinearArgs p) {
+// kFew: up to 16 tokens, with registers for more blocks of threads; of the experts' items each kernel takes its own.
+template <DType type, bool kFew>
+__global__ void __launch_bounds__(kBlockThreads, kFew ? 3 : 2) tile_blocks(Planes w, Activations x, LinearArgs p) {
   using L = Layout<type>;
   constexpr int kCopies = type == DType::IQ2_XXS ? 8 : 0;
   __shared__ alignas(16) Stage<type> stages[kStages];
@@ -643,11 +645,12 @@ __global__ void __launch_bounds__(kBlockThreads, 2) tile_blocks(Planes w, Activa
     const ExpertItem item = p.items[blockIdx.y];
     slab = item.expert, n = item.count, first = item.first;
     tile_row = static_cast<int>(blockIdx.x) * kBlockWarps + warp;
-    if (n == 0) return;
+    if (n == 0 || (n <= kFewTokens) != kFew) return;
   } else {
+    constexpr int tokens = kFew ? kFewTokens : kTileTokens;
     slab = static_cast<int>(blockIdx.z);
-    first = static_cast<int>(blockIdx.x) * kTileTokens;
-    n = min(kTileTokens, static_cast<int>(p.T) - first);
+    first = static_cast<int>(blockIdx.x) * tokens;
+    n = min(tokens, static_cast<int>(p.T) - first);
     tile_row = static_cast<int>(blockIdx.y) * kBlockWarps + warp;
   }
   const auto pair_of = [&](int i) { return p.items ? p.order[first + min(i, n - 1)] : first + min(i, n - 1); };
@@ -659,7 +662,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2) tile_blocks(Planes w, Activa
   const int place = (slot / 8 * kTileBlocks + own_block) * 8 + slot % 8;
   const int token = pair_of(slot) / (p.items ? p.per_row : 1);
   const int64_t source = (token >> 3) * x.blocks * 8 + (token & 7) + (column + own_block) * 8;
-  const int slots = n <= 8 ? 8 : n <= 16 ? 16 : n <= 32 ? 32 : 64;
+  const int slots = kFew ? (n <= 8 ? 8 : 16) : (n <= 32 ? 32 : 64);
   const auto fetch = [&](int tile) {
     if (tile < p.tiles_k && slot < slots) {
       Stage<type>& to = stages[tile % kStages];
@@ -682,14 +685,17 @@ __global__ void __launch_bounds__(kBlockThreads, 2) tile_blocks(Planes w, Activa
                                                       finish_pair(p, slab, tile_row, lane / 4, pair_of(in), v0, v1);
                                                   });
   };
-  if (slots == 8)
-    run(std::integral_constant<int, 1>{});
-  else if (slots == 16)
-    run(std::integral_constant<int, 2>{});
-  else if (slots == 32)
-    run(std::integral_constant<int, 4>{});
-  else
-    run(std::integral_constant<int, 8>{});
+  if constexpr (kFew) {
+    if (slots == 8)
+      run(std::integral_constant<int, 1>{});
+    else
+      run(std::integral_constant<int, 2>{});
+  } else {
+    if (slots <= 32)
+      run(std::integral_constant<int, 4>{});
+    else
+      run(std::integral_constant<int, 8>{});
+  }
   asm volatile("cp.async.wait_group 0;");
 }
 
@@ -714,8 +720,9 @@ template <DType type>
 void launch_blocks(const Device& device, const Planes& w, const Activations& x, const LinearArgs& p) {
   const auto tile_rows = static_cast<unsigned>((p.tiles_m + kBlockWarps - 1) / kBlockWarps);
   if (p.items) {
-    launch_kernel(device.stream(), dim3(tile_rows, static_cast<unsigned>(p.n_items)), kBlockThreads, 0,
-                  tile_blocks<type>, w, x, p);
+    const dim3 grid(tile_rows, static_cast<unsigned>(p.n_items));
+    launch_kernel(device.stream(), grid, kBlockThreads, 0, tile_blocks<type, true>, w, x, p);
+    if (p.width > kFewTokens) launch_kernel(device.stream(), grid, kBlockThreads, 0, tile_blocks<type, false>, w, x, p);
   } else if (p.experts ? p.alone : p.T == 1) {
     launch_stream<type, 1, true>(device, w, x, p);
   } else if (p.experts || p.T <= 8) {
@@ -725,10 +732,15 @@ void launch_blocks(const Device& device, const Planes& w, const Activations& x, 
   } else if (p.T <= 32) {
     launch_stream<type, 4, false>(device, w, x, p);
   } else {
-    launch_kernel(
-        device.stream(),
-        dim3(static_cast<unsigned>((p.T + kTileTokens - 1) / kTileTokens), tile_rows, static_cast<unsigned>(p.slabs)),
-        kBlockThreads, 0, tile_blocks<type>, w, x, p);
+    const auto run = [&](auto kernel, int64_t tokens) {
+      const dim3 grid(static_cast<unsigned>((p.T + tokens - 1) / tokens), tile_rows, static_cast<unsigned>(p.slabs));
+      launch_kernel(device.stream(), grid, kBlockThreads, 0, kernel, w, x, p);
+    };
+    // Enough blocks of threads for the device, weights read as seldom as that allows.
+    if ((p.T + kTileTokens - 1) / kTileTokens * tile_rows * p.slabs >= device.multiprocessors())
+      run(tile_blocks<type, false>, kTileTokens);
+    else
+      run(tile_blocks<type, true>, kFewTokens);
   }
 }
 

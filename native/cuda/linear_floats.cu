@@ -134,7 +134,6 @@ constexpr int kFloatWarps = kThreads / 32;
 constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
 constexpr int kChainBlocks = 8;
-constexpr int kTokens = 64;  // of a block of threads when there are many
 
 struct FloatArgs {
   int64_t rows, rank, cols, T;  // cols: a multiple of 8
@@ -236,11 +235,12 @@ __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatAr
   }
 }
 
-// Many tokens: a block of threads computes 128 rows for 64 tokens, a warp 16 rows; x goes through shared memory.
-template <class T, bool kTail>
+// Many tokens: a block of threads computes 128 rows for 8 NT tokens, a warp 16 rows; x goes through shared memory.
+template <class T, int NT, bool kTail>
 __global__ void __launch_bounds__(kTileThreads) tile_floats(const T* w, FloatArgs p) {
-  constexpr int NT = kTokens / 8, kPitch = 36;  // floats of a token: lanes of a quarter warp fall into different banks
-  __shared__ alignas(16) float stage[3][kTokens * kPitch];
+  constexpr int kTokens = 8 * NT, kPitch = 36;  // floats of a token: lanes of a quarter warp fall into different banks
+  constexpr int kStages = NT == 8 ? 4 : 8, kAhead = sizeof(T) == 4 ? 2 : 4;  // blocks of x, of W on their way
+  __shared__ alignas(16) float stage[kStages][kTokens * kPitch];
   begin_kernel();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int blocks = static_cast<int>((p.cols + 31) / 32);
@@ -259,8 +259,8 @@ __global__ void __launch_bounds__(kTileThreads) tile_floats(const T* w, FloatArg
   const int slot = static_cast<int>(threadIdx.x) / 4, piece = static_cast<int>(threadIdx.x) % 4 * 8;
   const float* source = p.x + min(token0 + slot, p.T - 1) * p.x_stride + group * p.cols + piece;
   const auto fetch = [&](int block) {
-    if (block < blocks) {
-      float* to = stage[block % 3] + slot * kPitch + piece;
+    if (block < blocks && slot < kTokens) {
+      float* to = stage[block % kStages] + slot * kPitch + piece;
       const bool inside = !kTail || block * 32 + piece < p.cols;
       const float* from = inside ? source + block * 32 : source;
       const int bytes = inside ? 16 : 0;
@@ -272,44 +272,50 @@ __global__ void __launch_bounds__(kTileThreads) tile_floats(const T* w, FloatArg
     }
     asm volatile("cp.async.commit_group;");
   };
-  fetch(0);
-  fetch(1);
-  Eight<T> raw[2];
-  load(0, raw);
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) fetch(i);
+  Eight<T> raw[kAhead][2];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i)
+    if (i < blocks) load(i, raw[i]);
   float acc[NT][4], total[NT][4];
 #pragma unroll
   for (int i = 0; i < NT * 4; ++i) acc[i / 4][i % 4] = total[i / 4][i % 4] = 0.0f;
-  for (int block = 0; block < blocks; ++block) {
-    asm volatile("cp.async.wait_group 1;");
-    __syncthreads();
-    fetch(block + 2);
-    float k[2][8];
-    const bool inside = !kTail || block * 32 + 8 * t < p.cols;
+  for (int base = 0; base < blocks; base += kAhead)
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      raw[r].decode(k[r]);
+    for (int i = 0; i < kAhead; ++i) {
+      const int block = base + i;
+      if (block >= blocks) break;
+      asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2));
+      __syncthreads();
+      fetch(block + kStages - 1);
+      float k[2][8];
+      const bool inside = !kTail || block * 32 + 8 * t < p.cols;
 #pragma unroll
-      for (int c = 0; c < 8; ++c) k[r][c] = inside ? k[r][c] : 0.0f;
-    }
-    if (block + 1 < blocks) load(block + 1, raw);
-    const float* from = stage[block % 3] + g * kPitch + 8 * t;
+      for (int r = 0; r < 2; ++r) {
+        raw[i][r].decode(k[r]);
 #pragma unroll
-    for (int j = 0; j < NT; ++j) {
-      const float4 lo = *reinterpret_cast<const float4*>(from + j * 8 * kPitch),
-                   hi = *reinterpret_cast<const float4*>(from + j * 8 * kPitch + 4);
-      const float x[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-      add_columns<sizeof(T) == 4>(acc[j], k, x);
-    }
-    if (block % kChainBlocks == kChainBlocks - 1 || block == blocks - 1) {
-      const bool start = block < kChainBlocks;
+        for (int c = 0; c < 8; ++c) k[r][c] = inside ? k[r][c] : 0.0f;
+      }
+      if (block + kAhead < blocks) load(block + kAhead, raw[i]);
+      const float* from = stage[block % kStages] + g * kPitch + 8 * t;
 #pragma unroll
-      for (int i = 0; i < NT * 4; ++i) {
-        float &sum = total[i / 4][i % 4], &chain = acc[i / 4][i % 4];
-        sum = start ? chain : sum + chain;
-        chain = 0.0f;
+      for (int j = 0; j < NT; ++j) {
+        const float4 lo = *reinterpret_cast<const float4*>(from + j * 8 * kPitch),
+                     hi = *reinterpret_cast<const float4*>(from + j * 8 * kPitch + 4);
+        const float x[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+        add_columns<sizeof(T) == 4>(acc[j], k, x);
+      }
+      if (block % kChainBlocks == kChainBlocks - 1 || block == blocks - 1) {
+        const bool start = block < kChainBlocks;
+#pragma unroll
+        for (int n = 0; n < NT * 4; ++n) {
+          float &sum = total[n / 4][n % 4], &chain = acc[n / 4][n % 4];
+          sum = start ? chain : sum + chain;
+          chain = 0.0f;
+        }
       }
     }
-  }
   asm volatile("cp.async.wait_group 0;");
 #pragma unroll
   for (int j = 0; j < NT; ++j)
@@ -327,10 +333,17 @@ void launch_matrix(const Device& device, const Segment& w, const float* x, int64
   const T* data = w.memory.as<T>();
   const int64_t tiles = (p.rank + 15) / 16, groups = p.rows / p.rank;
   if (p.T > 32) {
-    launch_kernel(device.stream(),
-                  dim3(static_cast<unsigned>((p.T + kTokens - 1) / kTokens),
-                       static_cast<unsigned>((tiles + kTileWarps - 1) / kTileWarps), static_cast<unsigned>(groups)),
-                  kTileThreads, 0, tile_floats<T, kTail>, data, p);
+    const auto tile_rows = static_cast<unsigned>((tiles + kTileWarps - 1) / kTileWarps);
+    const auto run = [&](auto kernel, int64_t tokens) {
+      launch_kernel(device.stream(),
+                    dim3(static_cast<unsigned>((p.T + tokens - 1) / tokens), tile_rows, static_cast<unsigned>(groups)),
+                    kTileThreads, 0, kernel, data, p);
+    };
+    // Enough blocks of threads for the device, weights read as seldom as that allows.
+    if ((p.T + 63) / 64 * tile_rows * groups >= 2 * device.multiprocessors())
+      run(tile_floats<T, 8, kTail>, 64);
+    else
+      run(tile_floats<T, 2, kTail>, 16);
     return;
   }
   const int64_t chains = ((p.cols + 31) / 32 + kChainBlocks - 1) / kChainBlocks;
