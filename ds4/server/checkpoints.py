@@ -111,11 +111,11 @@ class Checkpoints:
     def _key(self, slot: Slot) -> tuple[bytes | None, int]:
         """The text that the next request will begin with, and the flag that says what text it is.
 
-        Clients of Messages send their reasoning back with the results of calls: for them it is the whole text.
+        Clients that send their reasoning back are found by the whole text, until one goes on without it.
         """
         live = slot.session.n_tokens
         seen, text = slot.visible, slot.text
-        if seen is not None and seen.tokens == live and seen.kind in _FLAGS:
+        if seen is not None and seen.tokens == live and not seen.sent:
             return seen.key, _FLAGS[seen.kind]
         if text is not None and text.tokens == live:
             return text.whole, 0

@@ -21,6 +21,7 @@ from ds4.errors import EngineError
 from ds4.prompt.types import Message, ToolCall
 from ds4.server.constrained import Constrained
 from ds4.server.keys import key_of_tokens
+from ds4.server.kvfile import THINKING_VISIBLE
 from ds4.server.reuse import Bound, LiveText, Query, Reuse, Visible
 from ds4.server.types import (
     BrokenCall,
@@ -197,37 +198,53 @@ class Generation:
         live = self.slot.session.n_tokens
         if not key or self.position < prompt or live < prompt:
             return None
-        drawn = key_of_tokens(self._tokenizer, self.slot.session.tokens[prompt:].tolist())
+        tokens = self.slot.session.tokens[prompt:].tolist()
+        if self._over and self._parser.result.calls and not self._stands_as_drawn(tokens):
+            sent = self._as_sent(self._parser.result.reasoning)
+            return None if sent is None else LiveText(sent, live)
+        drawn = key_of_tokens(self._tokenizer, tokens)
         return None if drawn is None else LiveText(key, live, drawn)
+
+    def _stands_as_drawn(self, tokens: list[int]) -> bool:
+        """Do content and calls, put together again, spell what was drawn? White space before calls is no content."""
+        result = self._parser.result
+        drawn = self._tokenizer.decode(tokens)
+        if self.completion_tokens > len(tokens):
+            drawn += self._token_bytes(self._last_token)
+        return drawn.endswith(result.content.encode("utf-8", "replace") + (result.raw or b""))
+
+    def _as_sent(self, reasoning: str) -> bytes | None:
+        """The key of the state as a client sends the turn back: without its last token where the state lacks it."""
+        request, result = self.job.request, self._parser.result
+        if request.visible is None:
+            return None
+        calls = tuple(ToolCall("", call.name, call.arguments, result.raw) for call in result.calls)
+        key = request.visible(Message("assistant", result.content, reasoning, calls))
+        missing = self.completion_tokens - (self.slot.session.n_tokens - self.prompt_tokens)
+        if key is None or missing not in (0, 1):
+            return None
+        last = self._token_bytes(self._last_token) if missing else b""
+        return key.removesuffix(last) if key.endswith(last) else None
 
     def visible(self) -> Visible | None:
         """The key of what the client saw of the state, where it differs from the state: there was reasoning.
 
-        Clients of Responses never send it back. A prompt without tools is rendered without it, whoever sends it. After
-        a stop string, an error or the length limit the state is not what the client goes on with.
+        Clients of Responses never send it back. A prompt without tools is rendered without it, whoever sends it; with
+        tools it is rendered for clients that send it, and those that do not are met here. After a stop string, an error
+        or the length limit the state is not what the client goes on with.
         """
-        request, session = self.job.request, self.slot.session
+        request = self.job.request
         if request.visible is None or not self._reasoning_tokens or self._stop is not None or not self._over:
             return None
         result = self._parser.result
         if result.finish not in ("stop", "tool_calls") or result.void_calls:
             return None
-        if request.dialect == "responses":
-            kind = "responses-visible"
-        elif not request.tools:
-            kind = "thinking-visible"
-        else:
-            return None
-        calls = tuple(ToolCall("", call.name, call.arguments, result.raw) for call in result.calls)
-        key = request.visible(Message("assistant", result.content, calls=calls))
-        evaluated = session.n_tokens - self.prompt_tokens
-        if key is not None and evaluated == self.completion_tokens - 1:
-            # The last token drawn is not in the state.
-            last = self._token_bytes(self._last_token)
-            key = key[: -len(last)] if key.endswith(last) else None
-        elif evaluated != self.completion_tokens:
-            return None
-        return None if not key else Visible(key, session.n_tokens, kind)
+        kind = "responses-visible" if request.dialect == "responses" else "thinking-visible"
+        key = self._as_sent("")
+        entry = self.reuse.entry
+        left_out = self.reuse.left_out or (entry is not None and bool(entry.flags & THINKING_VISIBLE))
+        sent = kind == "thinking-visible" and request.tools and not left_out
+        return None if not key else Visible(key, self.slot.session.n_tokens, kind, sent)
 
     def bound(self, end: Finish) -> Bound | None:
         """Whose calls the state ends with: a turn in a dialect that binds results to their calls by ids."""

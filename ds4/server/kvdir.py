@@ -52,6 +52,10 @@ class Entry:
     def text_bytes(self) -> int:
         return self.layout.text_bytes if self.layout else 0
 
+    @property
+    def flags(self) -> int:
+        return self.layout.header.flags if self.layout else 0
+
     def candidate(self) -> Candidate:
         layout = self.layout
         if layout is None:

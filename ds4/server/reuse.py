@@ -65,7 +65,8 @@ class Reuse:
     Once settled, `tokens` is always less than the prompt: its last token is evaluated for the logits. `in_place` says
     that the slot's own state is what is kept. `text_bytes` of the prompt's key are what the kept tokens and `tail`
     stand for, None: exactly the prompt's own tokens. `tail` is evaluated again. `rest` is the key of what follows,
-    None: the prompt's own behind `text_bytes`. `entry` is the checkpoint to load.
+    None: the prompt's own behind `text_bytes`. `left_out`: the client has sent the conversation without its reasoning.
+    `entry` is the checkpoint to load.
     """
 
     kind: str
@@ -75,6 +76,7 @@ class Reuse:
     text_bytes: int | None = None
     tail: tuple[int, ...] = ()
     rest: bytes | None = None
+    left_out: bool = False
     entry: Entry | None = None
 
 
@@ -115,12 +117,14 @@ class LiveText:
 class Visible:
     """What the client saw of a session of `tokens` tokens: without the reasoning, the tool calls as they were drawn.
 
-    `kind` is the tier that it makes possible.
+    `kind` is the tier that it makes possible. `sent`: the client may yet send the reasoning back, and then the whole
+    text is what it begins with.
     """
 
     key: bytes
     tokens: int
     kind: str
+    sent: bool = False
 
     @property
     def text(self) -> LiveText:
@@ -228,7 +232,7 @@ class VisibleText:
         seen = slot.visible
         if seen is None or seen.kind != self._kind or not _begins(slot, seen.text, lookup):
             return None
-        return Reuse(self._kind, seen.tokens, text_bytes=len(seen.key))
+        return Reuse(self._kind, seen.tokens, text_bytes=len(seen.key), left_out=True)
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         """The session is there already."""
@@ -249,7 +253,9 @@ class ToolOutput:
         if not wanted.required and (slot.asked is None or not lookup.begins(slot.asked)):
             return None  # the client has changed what was before the calls
         assert slot.bound is not None
-        return Reuse(self._kind, slot.bound.tokens, tail=slot.bound.missing, rest=wanted.tail)
+        seen = slot.visible
+        left_out = seen is not None and lookup.begins(seen.text)
+        return Reuse(self._kind, slot.bound.tokens, tail=slot.bound.missing, rest=wanted.tail, left_out=left_out)
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         """The session is there already."""

@@ -309,6 +309,35 @@ def test_a_response_that_is_named_is_evaluated_anew_when_its_state_is_gone(serve
     assert dialect.text(said) == "Blue."
 
 
+@pytest.mark.parametrize("reasoning", [True, False], ids=["sent back", "left out"])
+def test_a_chat_client_that_spells_its_calls_anew_evaluates_its_results_only(serve: Serve, reasoning: bool) -> None:
+    """Two turns of calls: also the earlier ones stand as sampled in what the state is found by, and white space that
+    the model put before its calls is no reason to evaluate them again."""
+    scripts = [calling("sea"), calling("sky"), saying("x")]
+    for script in scripts[:2]:
+        script.insert(script.index("W"), "\n")
+        script.insert(script.index(".", script.index("W")) + 1, " ")
+    engine = ScriptedEngine(*scripts, syntax="deepseek4", slots=1)
+    engine.tokenizer.encode_segments([Special("</think>"), Special("｜DSML｜")])
+    server = serve(engine, slots=1)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}]
+    messages: list[Any] = [{"role": "user", "content": "Look!"}]
+    for _ in range(2):
+        body = {"messages": messages, "tools": tools, "temperature": 0}
+        turn = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        (call,) = turn["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())))
+        if not reasoning:
+            del turn["reasoning_content"]
+        messages += [turn, {"role": "tool", "tool_call_id": call["id"], "content": "blue"}]
+        held = engine.sessions[0].n_tokens
+        usage = server.http.post("/v1/chat/completions", json={**body, "messages": messages, "max_tokens": 0}).json()
+        new = usage["usage"]["prompt_tokens"] - usage["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert new < 60, "the end of the turn, the result, the next header"
+        assert engine.sessions[0].n_tokens == held + new
+
+
 # ---- a call that is drawn anew: what of the sampled state is given up
 
 

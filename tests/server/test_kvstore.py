@@ -632,5 +632,6 @@ def test_killed_while_writing(opened: Opener) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_killed_two_hundred_times(opened: Opener) -> None:
     kill_rounds(opened, 200, 2)

@@ -165,7 +165,7 @@ def tool_turn(talk: Talk) -> tuple[Message, ...]:
 
 @pytest.mark.parametrize(
     ("dialect", "kind"),
-    [("responses", "responses-visible"), ("messages", "memory-rewind"), ("chat", "memory-rewind")],
+    [("responses", "responses-visible"), ("messages", "thinking-visible"), ("chat", "thinking-visible")],
 )
 def test_results_of_calls(dialect: Dialect, kind: str) -> None:
     talk = Talk(f"{THOUGHT}</think>Let me see.{CALL}", "y</think>It is blue.", dialect=dialect, tools=True)
@@ -173,13 +173,20 @@ def test_results_of_calls(dialect: Dialect, kind: str) -> None:
     held = talk.engine.sessions[0].n_tokens
     job = talk.ask(*history)
     assert talk.reuse(job)[0] == kind
-    if dialect != "responses":
-        assert THOUGHT not in talk.live(), "without ids the client decides what of the reasoning stays"
-        return
     live = talk.live()
     assert f"<think>{THOUGHT}</think>Let me see.{CALL}<｜end▁of▁sentence｜><｜User｜>" in live
     assert job.prompt[:held].tolist() == talk.engine.sessions[0].tokens[:held].tolist()
     assert talk.driver.text(job) == "It is blue."
+
+
+@pytest.mark.parametrize("dialect", ["messages", "chat"])
+def test_the_name_on_disk_is_the_whole_text_until_a_client_leaves_reasoning_out(dialect: Dialect) -> None:
+    talk = Talk(f"{THOUGHT}</think>Let me see.{CALL}", "y</think>It is blue.", dialect=dialect, tools=True)
+    history = tool_turn(talk)
+    slot = talk.driver.scheduler.slots[0]
+    assert slot.visible is not None and slot.visible.sent
+    talk.ask(*history)
+    assert slot.visible is not None and not slot.visible.sent
 
 
 @pytest.mark.parametrize("dialect", ["responses", "messages", "chat"])

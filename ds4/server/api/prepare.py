@@ -31,11 +31,15 @@ _DRAWN_INLINE = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered prompt with its tokens, [n] int32, and its cache key (a special token is 0xFF and its id)."""
+    """A rendered prompt with its tokens, [n] int32, and its cache key (a special token is 0xFF and its id).
+
+    `conversation` is what was rendered, with its calls as they were sampled; None: the prompt came as text or tokens.
+    """
 
     rendered: RenderedPrompt
     tokens: npt.NDArray[np.int32]
     key: bytes
+    conversation: Conversation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class Preparer:
         encoded = self._tokenizer.encode_prompt_within(rendered.drawn, _INLINE_CHARACTERS)
         if encoded is None:
             encoded = await asyncio.to_thread(self._tokenizer.encode_prompt, rendered.drawn)
-        return Prompt(rendered, encoded.ids, encoded.key)
+        return Prompt(rendered, encoded.ids, encoded.key, conversation)
 
     def _prompt(self, conversation: Conversation) -> Prompt:
         return self.encoded(self.renderer.render(conversation))
@@ -108,7 +112,7 @@ class Preparer:
         if self._specials_in_text:
             return self._of_tokens(rendered, self._tokenizer.encode_with_specials(rendered.text))
         encoded = self._tokenizer.encode_prompt(rendered.drawn)
-        return Prompt(rendered, encoded.ids, encoded.key)
+        return Prompt(rendered, encoded.ids, encoded.key, conversation)
 
     def tail(self, messages: Sequence[Message], conversation: Conversation) -> bytes:
         """The key of what follows the last assistant turn of a conversation, for `messages` behind it."""
@@ -162,7 +166,7 @@ class Preparer:
             created=time.monotonic() if received is None else received,
             visible=None
             if conversation is None or self._specials_in_text
-            else partial(visible_key, self.renderer, self._tokenizer, conversation),
+            else partial(visible_key, self.renderer, self._tokenizer, prompt.conversation or conversation),
             continues=continues,
         )
 
