@@ -198,6 +198,8 @@ class KvStore:
         if existing is not None and self._same(existing, key, tokens):
             self._submit(self._refresh, existing, session.tokens if self._tools is not None else None)
             return True
+        if existing is not None and existing.layout is not None:
+            log.info("kv cache replaces file=%s.kv: it is not what its name says, or of another state", name)
         if waiting >= MAX_PENDING:
             log.info("kv cache skipped tokens=%d reason=%s because %d wait to be written", tokens, reason, waiting)
             return False

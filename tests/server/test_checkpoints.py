@@ -22,7 +22,7 @@ from ds4.server.kvpolicy import KvConfig
 from ds4.server.kvstore import KvStore
 from ds4.server.reuse import Lookup, Query, probe
 from ds4.server.tool_memory import ToolMemory
-from ds4.server.types import Failed
+from ds4.server.types import Failed, PrefillProgress
 from ds4.testing import ScriptedEngine, hash_model
 from ds4.testing.driver import Driver
 
@@ -476,3 +476,84 @@ def test_random_traffic_equals_a_server_without_cache(machines: Any, tmp_path: P
             machine.restart()
     plain.stop()
     assert {"none", "disk-text"} <= kinds, kinds
+
+
+# ---- interleaving: by the order of events
+
+
+def test_others_decode_while_a_checkpoint_is_written(machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer is held; streams go on, the stored session too, and what is written is what it was then."""
+    opened, entered = threading.Event(), threading.Event()
+    create = kvstore.create
+
+    def held(path: Path) -> BinaryIO:
+        entered.set()
+        assert opened.wait(30)
+        return create(path)
+
+    monkeypatch.setattr(kvstore, "create", held)
+    machine = machines(slots=2, script=["y"] * 1000)
+    machine.submit([Message("user", "hi")], ignore_eos=True, max_tokens=500)
+    machine.driver.steps(3)
+    stored = machine.submit(conversation("Anna"), ignore_eos=True, max_tokens=500)
+    while not entered.is_set() or not machine.driver.text(stored):
+        machine.driver.step()
+
+    def drawn() -> list[int]:
+        return [state.completion_tokens for state in machine.driver.scheduler.slot_states()]
+
+    before = drawn()
+    machine.driver.steps(30)
+    assert [b - a for a, b in zip(before, drawn(), strict=True)] == [30, 30], "a token each in every step"
+    assert list(machine.directory.glob("*.kv")) == []
+    opened.set()
+    machine.store.flush()
+    (path,) = machine.directory.glob("*.kv")
+    with path.open("rb", buffering=0) as file:
+        layout = kvfile.read_layout(file)
+        text = kvfile.read_text(file, layout)
+    assert stored.query.key.startswith(text) and layout.header.tokens < len(stored.prompt)
+
+
+def test_a_session_that_is_restored_joins_no_step_until_it_is_whole(
+    machines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, gate, _, restored, _ = restored_beside(machines, monkeypatch)
+    (loading,) = (slot for slot in machine.driver.scheduler.slots if slot.loading)
+    begun = len(machine.engine.steps)
+    machine.driver.steps(25)
+    during = machine.engine.steps[begun:]
+    assert len(during) == 25
+    assert all(index != loading.session.index for step in during for index, _, _ in step.rows)
+    gate.open.set()
+    machine.driver.scheduler.wait()
+    held = loading.session.n_tokens
+    begun = len(machine.engine.steps)
+    machine.driver.step()
+    mine = [count for index, count, _ in machine.engine.steps[begun].rows if index == loading.session.index]
+    assert mine, "and is in the very next step"
+    assert held + mine[0] <= len(restored.prompt)
+    started = machine.driver.started(restored)
+    assert started is not None and started.reuse == "disk-text"
+
+
+@pytest.mark.parametrize("where", ["live", "disk"])
+def test_progress_counts_what_no_cache_had(machines: Any, where: str) -> None:
+    machine = machines(slots=1)
+    talk = conversation("Anna")
+    machine.ask(talk)
+    if where == "disk":
+        machine.restart()
+    talk.append(Message("user", "z" * 5000))
+    machine.driver.scheduler._prefill_rate = 0.001
+    job = machine.ask(talk)
+    started = machine.driver.started(job)
+    assert started is not None and started.cached_tokens > 100
+    progress = [event for event in machine.driver.events(job) if isinstance(event, PrefillProgress)]
+    suffix = len(job.prompt) - started.cached_tokens
+    assert len(progress) > 5
+    assert {event.total for event in progress} == {suffix}
+    assert 0 < progress[0].done < suffix and progress[-1].done == suffix
+    assert [event.done for event in progress] == sorted(event.done for event in progress)
+    evaluated = sum(step.n_tokens for step in machine.engine.steps if any(count > 1 for _, count, _ in step.rows))
+    assert evaluated >= suffix

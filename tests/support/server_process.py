@@ -33,15 +33,18 @@ class ServerProcess:
                 break
         else:
             raise AssertionError("".join(self.lines))
-        threading.Thread(target=self._drain, daemon=True).start()
+        self._reader = threading.Thread(target=self._drain, daemon=True)
+        self._reader.start()
 
     def _drain(self) -> None:
         assert self.process.stderr is not None
-        self.lines += list(self.process.stderr)
+        for line in self.process.stderr:
+            self.lines.append(line)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+        self._reader.join()
 
     def stop(self) -> None:
         """Ends it as a person would; it has to end cleanly."""

@@ -21,7 +21,7 @@ from ds4.server.api.errors import WireError, openai_error
 from ds4.server.api.ids import new_id
 from ds4.server.api.usage import openai_usage, total
 from ds4.server.sse import COMMENT, DONE
-from ds4.server.types import Event, Finish, SampledToken
+from ds4.server.types import Event, Finish, PrefillProgress, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,10 @@ class Chunks:
 class ChoicesAnswer(ABC):
     """Most of `ds4.server.api.answer.Answer`; a dialect adds how it writes a choice, whole and in events."""
 
-    keepalive = COMMENT
-
     def __init__(self, style: Style, whole_object: str, chunk_object: str) -> None:
         """The values of `object` in a whole answer and in a chunk."""
         self._style = style
+        self._progress: PrefillProgress | None = None
         self._object = whole_object
         same = {"id": style.id, "object": chunk_object, "created": style.created, "model": style.model}
         self._envelope = b"data: " + dumps(same)[:-1] + b',"choices":['
@@ -123,10 +122,17 @@ class ChoicesAnswer(ABC):
     def _whole_choice(self, answer: Collected) -> dict[str, object]:
         """The members of a whole choice but for its log-probabilities and finish reason."""
 
+    def keepalive(self) -> bytes:
+        """A comment; while a prompt is evaluated it says how much, of what was not cached."""
+        progress = self._progress
+        return COMMENT if progress is None else b": prefill %d/%d\n\n" % (progress.done, progress.total)
+
     def begin(self) -> bytes:
         return b""
 
     def events(self, batch: Sequence[Event], choice: int = 0) -> bytes:
+        last = batch[-1] if batch else None
+        self._progress = last if isinstance(last, PrefillProgress) else None
         return b"".join([self._event(event, choice) for event in batch])
 
     def end(self, finishes: Sequence[Finish]) -> bytes:
