@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -105,14 +105,14 @@ class Preparer:
         return Prompt(rendered, encoded.ids, encoded.key, conversation)
 
     def _prompt(self, conversation: Conversation) -> Prompt:
-        return self.encoded(self.renderer.render(conversation))
+        return replace(self.encoded(self.renderer.render(conversation)), conversation=conversation)
 
     def encoded(self, rendered: RenderedPrompt) -> Prompt:
         """A rendered prompt, or what follows one, as tokens. Takes long for a long one."""
         if self._specials_in_text:
             return self._of_tokens(rendered, self._tokenizer.encode_with_specials(rendered.text))
         encoded = self._tokenizer.encode_prompt(rendered.drawn)
-        return Prompt(rendered, encoded.ids, encoded.key, conversation)
+        return Prompt(rendered, encoded.ids, encoded.key)
 
     def tail(self, messages: Sequence[Message], conversation: Conversation) -> bytes:
         """The key of what follows the last assistant turn of a conversation, for `messages` behind it."""
