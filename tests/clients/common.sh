@@ -81,6 +81,6 @@ run_sdk() {
   local python=${SDK_PYTHON:-$CLIENTS_DIR/$1/venv/bin/python} folder=$1 script=$2
   shift 2
   [ -n "${SDK_PYTHON:-}" ] || need_pip "$folder" "$@"
-  run_clean BASE_URL="$BASE_URL" MODEL="$MODEL" API_KEY="$API_KEY" TURN="$TURN" OUTPUT="$OUTPUT" PYTHONDONTWRITEBYTECODE=1 \
+  run_clean BASE_URL="$BASE_URL" MODEL="$MODEL" API_KEY="$API_KEY" TURN="$TURN" OUTPUT="$OUTPUT" COUNT="${COUNT:-}" PYTHONDONTWRITEBYTECODE=1 \
     "$python" "$HERE/$script" "$PROMPT"
 }

@@ -2,7 +2,7 @@
 
     tools     a streamed tool loop, which must make hello.txt; the thinking is printed
     plain     a question without tools
-    cancel    a stream is closed when it has begun; the same client then gets an answer
+    cancel    the stream of the prompt `COUNT` is closed when it has begun; then what `tools` says, with the same client
 
 Exit status 3: every dialect was told, in a way that the SDK knows, that the context is too small.
 """
@@ -52,10 +52,10 @@ def main(*dialects: Dialect) -> None:
     refused = 0
     for dialect in dialects:
         if TURN == "cancel":
-            dialect.cancel(prompt)
+            dialect.cancel(os.environ["COUNT"])
             print(f"{dialect.name} cancelled")
         try:
-            text = dialect.answer("And now?" if TURN == "cancel" else prompt, tools=TURN == "tools")
+            text = dialect.answer(prompt, tools=TURN != "plain")
         except Exception as error:
             if not dialect.too_long(error):
                 raise
@@ -65,7 +65,7 @@ def main(*dialects: Dialect) -> None:
         if not text.strip():
             raise RuntimeError(f"{dialect.name} has no answer")
         print(f"{dialect.name} answer:", text)
-        if TURN == "tools":
+        if TURN != "plain":
             made = Path("hello.txt")
             if made.read_text() != "hi":
                 raise RuntimeError(f"{dialect.name} made a wrong file")

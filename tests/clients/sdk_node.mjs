@@ -5,7 +5,7 @@ import path from "node:path";
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
 
-const { BASE_URL, MODEL, API_KEY, MODULES, TURN, OUTPUT } = process.env;
+const { BASE_URL, MODEL, API_KEY, MODULES, TURN, OUTPUT, COUNT } = process.env;
 const prompt = process.argv[2];
 const MAX_TURNS = 5;
 const TOO_LONG = 3;
@@ -166,13 +166,13 @@ const dialects = Object.entries({ chat, responses, messages, vercel: sdk });
 let refused = 0;
 for (const [name, dialect] of dialects) {
   if (TURN === "cancel") {
-    (await dialect.begin(prompt))();
+    (await dialect.begin(COUNT))();
     console.log(`${name} cancelled`);
   }
   console.log(`${name} thinking:`);
   let answer;
   try {
-    answer = await dialect.answer(TURN === "cancel" ? "And now?" : prompt, TURN === "tools");
+    answer = await dialect.answer(prompt, TURN !== "plain");
   } catch (error) {
     const status = error.status ?? error.statusCode;
     const why = `${error.code ?? ""} ${error.message} ${error.responseBody ?? ""}`;
@@ -183,7 +183,7 @@ for (const [name, dialect] of dialects) {
   }
   if (!answer?.trim()) throw new Error(`${name} has no answer`);
   console.log(`\n${name} answer:`, answer);
-  if (TURN === "tools") {
+  if (TURN !== "plain") {
     if (fs.readFileSync("hello.txt", "utf8") !== "hi") throw new Error(`${name} made a wrong file`);
     if (dialect !== dialects.at(-1)[1]) fs.unlinkSync("hello.txt");
   }

