@@ -7,17 +7,17 @@ namespace {
 
 constexpr bool is_min(TileKind k) {
   return k == TileKind::U4F16Min || k == TileKind::U8F16Min || k == TileKind::U4KMin || k == TileKind::U8KMin ||
-         k == TileKind::U4K16Min;
+         k == TileKind::U2K16Min;
 }
 constexpr bool is_k(TileKind k) {
-  return k == TileKind::U4KMin || k == TileKind::U8KMin || k == TileKind::U8K16Zero || k == TileKind::U4K16Zero ||
-         k == TileKind::U4K16Min;
+  return k == TileKind::U4KMin || k == TileKind::U8KMin || k == TileKind::U8K16Zero || k == TileKind::U3K16Zero ||
+         k == TileKind::U2K16Min || k == TileKind::T3KZero;
 }
 constexpr bool is_table(TileKind k) {
-  return k == TileKind::T4F16Zero || k == TileKind::T4F32Zero;
+  return k == TileKind::T4F16Zero || k == TileKind::T4F32Zero || k == TileKind::T3KZero;
 }
 constexpr bool is_group16(TileKind k) {
-  return k == TileKind::U8K16Zero || k == TileKind::U4K16Zero || k == TileKind::U4K16Min;
+  return k == TileKind::U8K16Zero || k == TileKind::U3K16Zero || k == TileKind::U2K16Min;
 }
 constexpr bool is_u8(TileKind k) {
   return k == TileKind::U8F16Zero || k == TileKind::U7F16Zero || k == TileKind::U8F16Min || k == TileKind::U8KMin ||
@@ -71,6 +71,28 @@ void tile_int8(const TileArgs& a) {
         if constexpr (kSigned) v[g] = less_128<kBits>(v[g]);
       }
       w += 512;
+    } else if constexpr (K == TileKind::U2K16Min) {
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const Vb four = load_bytes(w + 64 * i);
+        v[4 * i] = field<0, 3>(four), v[4 * i + 1] = field<2, 3>(four);
+        v[4 * i + 2] = field<4, 3>(four), v[4 * i + 3] = field<6, 3>(four);
+      }
+      w += 128;
+    } else if constexpr (K == TileKind::U3K16Zero || K == TileKind::T3KZero) {
+      const Vb top = load_bytes(w + 128);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const Vb two = load_bytes(w + 64 * i);
+        v[2 * i] = field<0, 7>(two), v[2 * i + 1] = field<3, 7>(two), v[6 + i] = field<6, 3>(two);
+      }
+      v[4] = field<0, 7>(top), v[5] = field<3, 7>(top);
+      v[6] = either(v[6], field<4, 4>(top)), v[7] = either(v[7], field<5, 4>(top));
+      if constexpr (is_table(K)) {
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; ++g) v[g] = lookup(v[g], a.table);
+      }
+      w += 192;
     } else {
 #pragma GCC unroll 4
       for (int g = 0; g < 4; ++g) {
@@ -88,6 +110,7 @@ void tile_int8(const TileArgs& a) {
     if constexpr (is_k(K)) {
       if (b % 8 == 0) {
         super_d = load_f16(reinterpret_cast<const uint16_t*>(s));
+        if constexpr (K == TileKind::T3KZero) super_d = mul(super_d, set1(0.125f));
         if constexpr (kMin) super_m = load_f16(reinterpret_cast<const uint16_t*>(s + 32));
         s += kMin ? 64 : 32;
       }
@@ -96,7 +119,11 @@ void tile_int8(const TileArgs& a) {
     for (int part = 0; part < kParts; ++part) {
       Vf d;
       [[maybe_unused]] Vf m = zero();
-      if constexpr (is_k(K)) {
+      if constexpr (K == TileKind::U2K16Min) {
+        d = mul(super_d, load_nibbles<0>(s));
+        m = mul(super_m, load_nibbles<4>(s));
+        s += 16;
+      } else if constexpr (is_k(K)) {
         d = mul(super_d, load_i8(s));
         if constexpr (kMin) m = mul(super_m, load_i8(s + 16));
         s += kMin ? 32 : 16;

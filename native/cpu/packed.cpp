@@ -40,7 +40,7 @@ uint16_t read16(const uint8_t* p) {
 struct Unpacked {
   std::array<uint8_t, kSuper> value{};
   Halves half;                       // F16: this block's d, m. K: d, -dmin
-  std::array<float, 8> scale{};      // F32: per 32 columns
+  float scale = 0;                   // F32
   std::array<int8_t, 16> sub{};      // K: per group
   std::array<int8_t, 16> sub_min{};  // K: per group
 };
@@ -111,20 +111,42 @@ void unpack_q2k(const uint8_t* b, Unpacked& u) {
   u.half = {read16(b + 80), static_cast<uint16_t>(read16(b + 82) ^ 0x8000)};
 }
 
+// The bits of eight pairs or single bits, one in each byte of a word, the lowest in the first byte.
+uint64_t spread(uint32_t bits, int each) {
+  uint64_t out = 0;
+  for (int i = 0; i < 8; ++i) out |= static_cast<uint64_t>(bits >> (each * i) & ((1u << each) - 1)) << (8 * i);
+  return out;
+}
+
+struct Iq2Bytes {
+  std::array<uint64_t, 256> code;   // of a grid index
+  std::array<uint64_t, 128> signs;  // of seven sign bits: 4 where the weight is negative
+};
+
+const Iq2Bytes& iq2_bytes() {
+  static const Iq2Bytes bytes = [] {
+    Iq2Bytes b{};
+    for (size_t k = 0; k < 256; ++k) b.code[k] = spread(kIq2Grid[k], 2);
+    for (uint32_t k = 0; k < 128; ++k)
+      b.signs[k] = spread(k | (static_cast<uint32_t>(std::popcount(k)) & 1u) << 7, 1) << 2;
+    return b;
+  }();
+  return bytes;
+}
+
 // Eight weights per 8-bit grid index, seven sign bits per eight weights (the eighth makes their number even), a 4-bit
-// scale per 32. Stored as indices into {+8, +25, +43, -, -8, -25, -43}.
+// scale s per 32: d (0.5 + s) / 4. Stored as indices into {+8, +25, +43, -, -8, -25, -43} and 2s + 1 eighths of d.
 void unpack_iq2xxs(const uint8_t* b, Unpacked& u) {
-  const float d = half_to_float(read16(b));
+  const Iq2Bytes& bytes = iq2_bytes();
+  u.half.d = read16(b);
   for (size_t g = 0; g < 8; ++g) {
     const uint8_t* indices = b + 2 + 8 * g;
-    uint32_t signs;
-    std::memcpy(&signs, indices + 4, 4);
-    u.scale[g] = d * (0.5f + static_cast<float>(signs >> 28)) * 0.25f;
-    for (size_t i = 0; i < 32; ++i) {
-      const uint32_t seven = (signs >> (7 * (i / 8))) & 127;
-      const uint32_t eight = seven | (static_cast<uint32_t>(std::popcount(seven) & 1) << 7);
-      const uint32_t code = (kIq2Grid[indices[i / 8]] >> (2 * (i % 8))) & 3;
-      u.value[32 * g + i] = static_cast<uint8_t>(code + ((eight >> (i % 8)) & 1) * 4);
+    uint32_t word;
+    std::memcpy(&word, indices + 4, 4);
+    u.sub[g] = static_cast<int8_t>(2 * (word >> 28) + 1);
+    for (size_t part = 0; part < 4; ++part) {
+      const uint64_t eight = bytes.code[indices[part]] | bytes.signs[word >> (7 * part) & 127];
+      std::memcpy(u.value.data() + 32 * g + 8 * part, &eight, 8);
     }
   }
 }
@@ -184,7 +206,7 @@ void unpack(DType type, const uint8_t* b, Unpacked& u) {
     case DType::MXFP4: {
       // Scale 2^(e - 127), halved because the table holds doubled values; built as bits so that e = 0, 1 stay exact.
       const uint32_t bits = b[0] < 2 ? 0x00200000u << b[0] : static_cast<uint32_t>(b[0] - 1) << 23;
-      std::memcpy(u.scale.data(), &bits, 4);
+      std::memcpy(&u.scale, &bits, 4);
       nibbles32(b + 1, v);
       break;
     }
@@ -195,33 +217,35 @@ void unpack(DType type, const uint8_t* b, Unpacked& u) {
 
 bool has_min(TileKind k) {
   return k == TileKind::U4F16Min || k == TileKind::U8F16Min || k == TileKind::U4KMin || k == TileKind::U8KMin ||
-         k == TileKind::U4K16Min;
+         k == TileKind::U2K16Min;
 }
 
 bool k_scales(TileKind k) {
-  return k == TileKind::U4KMin || k == TileKind::U8KMin || k == TileKind::U8K16Zero || k == TileKind::U4K16Zero ||
-         k == TileKind::U4K16Min;
+  return k == TileKind::U4KMin || k == TileKind::U8KMin || k == TileKind::U8K16Zero || k == TileKind::U3K16Zero ||
+         k == TileKind::U2K16Min || k == TileKind::T3KZero;
 }
 
 void put16(uint8_t* p, int64_t lane, uint16_t v) {
   std::memcpy(p + 2 * lane, &v, 2);
 }
 
-void store_scales(const Format& f, const Unpacked& u, int64_t elements, int64_t block, int64_t lane, uint8_t* scales) {
+void store_scales(const Format& f, const Unpacked& u, int64_t block, int64_t lane, uint8_t* scales) {
   const bool min = has_min(f.kind);
   if (k_scales(f.kind)) {
     uint8_t* at = scales + block / 8 * f.scale_bytes;  // a source block is 256 columns: block is a multiple of 8
     put16(at, lane, u.half.d);
     if (min) put16(at + 32, lane, u.half.m);
     at += min ? 64 : 32;
-    const int64_t step = min ? 32 : 16;
+    const bool nibbles = f.kind == TileKind::U2K16Min;
+    const int64_t step = min && !nibbles ? 32 : 16;
     for (int64_t g = 0; g < kSuper / f.act.group; ++g) {
-      at[g * step + lane] = static_cast<uint8_t>(u.sub[static_cast<size_t>(g)]);
-      if (min) at[g * step + 16 + lane] = static_cast<uint8_t>(u.sub_min[static_cast<size_t>(g)]);
+      const auto scale = static_cast<uint8_t>(u.sub[static_cast<size_t>(g)]);
+      const auto minimum = static_cast<uint8_t>(u.sub_min[static_cast<size_t>(g)]);
+      at[g * step + lane] = nibbles ? static_cast<uint8_t>(scale | minimum << 4) : scale;
+      if (min && !nibbles) at[g * step + 16 + lane] = minimum;
     }
   } else if (f.kind == TileKind::T4F32Zero) {
-    for (size_t i = 0; i < static_cast<size_t>(elements / kBlock); ++i)
-      std::memcpy(scales + (block + static_cast<int64_t>(i)) * 64 + 4 * lane, &u.scale[i], 4);
+    std::memcpy(scales + block * 64 + 4 * lane, &u.scale, 4);
   } else {
     uint8_t* at = scales + block * (min ? 64 : 32);
     put16(at, lane, u.half.d);
@@ -230,13 +254,27 @@ void store_scales(const Format& f, const Unpacked& u, int64_t elements, int64_t 
 }
 
 void store_values(const Format& f, const uint8_t* v, int64_t block, int64_t lane, uint8_t* quants) {
-  if (f.bits == 4) {
-    uint8_t* at = quants + block * 256 + 4 * lane;
-    for (int g = 0; g < 4; ++g)
-      for (int j = 0; j < 4; ++j) at[64 * g + j] = static_cast<uint8_t>(v[4 * g + j] | (v[16 + 4 * g + j] << 4));
-  } else {
-    uint8_t* at = quants + block * 512 + 4 * lane;
-    for (int g = 0; g < 8; ++g) std::memcpy(at + 64 * g, v + 4 * g, 4);
+  // A word is the four columns of a group; no value has bits to carry into its neighbour.
+  std::array<uint32_t, 8> word;
+  std::memcpy(word.data(), v, sizeof word);
+  uint8_t* at = quants + block * 64 * f.bits + 4 * lane;
+  const auto put = [&](size_t vector, uint32_t bytes) { std::memcpy(at + 64 * vector, &bytes, 4); };
+  switch (f.bits) {
+    case 2:
+      for (size_t i = 0; i < 2; ++i)
+        put(i, word[4 * i] | word[4 * i + 1] << 2 | word[4 * i + 2] << 4 | word[4 * i + 3] << 6);
+      break;
+    case 3: {
+      constexpr uint32_t kLow = 0x03030303u, kHigh = 0x04040404u;
+      for (size_t i = 0; i < 2; ++i) put(i, word[2 * i] | word[2 * i + 1] << 3 | (word[6 + i] & kLow) << 6);
+      put(2, word[4] | word[5] << 3 | (word[6] & kHigh) << 4 | (word[7] & kHigh) << 5);
+      break;
+    }
+    case 4:
+      for (size_t i = 0; i < 4; ++i) put(i, word[i] | word[i + 4] << 4);
+      break;
+    default:
+      for (size_t i = 0; i < 8; ++i) put(i, word[i]);
   }
 }
 
@@ -257,7 +295,7 @@ void pack_row(const Format& f, DType type, const uint8_t* row, int64_t cols, int
   Unpacked u;
   for (int64_t c = 0; c < cols; c += elements) {
     unpack(type, row + c / elements * bytes, u);
-    store_scales(f, u, elements, c / kBlock, lane, scales);
+    store_scales(f, u, c / kBlock, lane, scales);
     for (int64_t i = 0; i < elements; i += kBlock) store_values(f, u.value.data() + i, (c + i) / kBlock, lane, tile);
   }
 }
@@ -283,7 +321,7 @@ Format format_of(DType type) {
     case DType::MXFP4:
       return {T4F32Zero, int8(32, 128), 4, 8 * 64, kE2M1Table.data()};
     case DType::IQ2_XXS:
-      return {T4F32Zero, int8(32, 128), 4, 8 * 64, kIq2Table.data()};
+      return {T3KZero, int8(32, 128), 3, 32 + 8 * 16, kIq2Table.data()};
     case DType::Q8_0:
       return {U8F16Zero, int8(32, 128), 8, 8 * 32};
     case DType::Q5_0:
@@ -297,9 +335,9 @@ Format format_of(DType type) {
     case DType::Q6_K:
       return {U8K16Zero, int8(16, 32), 8, 32 + 16 * 16};
     case DType::Q3_K:
-      return {U4K16Zero, int8(16, 4), 4, 32 + 16 * 16};
+      return {U3K16Zero, int8(16, 4), 3, 32 + 16 * 16};
     case DType::Q2_K:
-      return {U4K16Min, int8(16, 0), 4, 64 + 16 * 32};
+      return {U2K16Min, int8(16, 0), 2, 64 + 16 * 16};
     case DType::BF16:
       return {BF16, {ActKind::BFloat16, 0, 0}, 0, 0};
     case DType::F16:
@@ -312,7 +350,7 @@ Format format_of(DType type) {
 }
 
 int64_t scale_offset(const Format& f, int64_t cols) {
-  return f.bits == 0 ? 0 : round_up(cols, kBlock) / kBlock * (f.bits == 4 ? 256 : 512);
+  return round_up(cols, kBlock) / kBlock * 64 * f.bits;
 }
 
 int64_t tile_bytes(const Format& f, int64_t cols) {

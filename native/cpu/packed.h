@@ -7,6 +7,9 @@
 //       column 4g .. 4g+3  for every row
 //
 //   4-bit: 4 vectors; vector v holds group v in the low nibbles and group v + 4 in the high ones.
+//   3-bit: 3 vectors; bits 0..2 and 3..5 of vector v hold groups 2v and 2v + 1, the two bits above them in vectors 0 and 1
+//          the low bits of groups 6 and 7, and those in vector 2 their high bits.
+//   2-bit: 2 vectors; bits 2k of vector v hold group 4v + k.
 //   tile = [quants of all k-blocks][scales of all k-blocks], both 64-byte aligned.
 //
 // Values are unsigned. What makes them signed is either a per-group minimum (w = d * u + m) or a zero point shared by
@@ -32,7 +35,8 @@ constexpr int64_t kBlock = 32;
 
 // Kernel variants: bits of a value (T: indices into a table of 16), how scales are stored, group size, minimum or zero
 // point. F16 scales: f16 d [16] (and f16 m [16]) per block. K scales: f16 d [16] (and f16 -dmin [16]) per 256 columns,
-// then i8 scale [16] (and i8 minimum [16]) per group. F32: f32 d [16] per block.
+// then i8 scale [16] (and i8 minimum [16]; U2K16Min: both in the nibbles of one byte) per group; T3KZero counts them in
+// eighths of d. F32: f32 d [16] per block.
 enum class TileKind : uint8_t {
   U4F16Zero,
   U4F16Min,
@@ -44,8 +48,9 @@ enum class TileKind : uint8_t {
   U4KMin,
   U8KMin,
   U8K16Zero,
-  U4K16Zero,
-  U4K16Min,
+  U3K16Zero,
+  U2K16Min,
+  T3KZero,
   BF16,
   F16,
   F32,
@@ -63,7 +68,7 @@ struct ActKind {
 struct Format {
   TileKind kind;
   ActKind act;
-  int bits;                        // of a stored value, 4 or 8; 0 for float kinds
+  int bits;                        // of a stored value, 2, 3, 4 or 8; 0 for float kinds
   int scale_bytes;                 // per 256 columns (8 blocks) of a tile
   const uint8_t* table = nullptr;  // 16 unsigned values
 };

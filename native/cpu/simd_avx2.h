@@ -146,6 +146,22 @@ inline Vb high_nibbles(Vb x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};
 }
+// Bits SHIFT.. of every byte, under MASK.
+template <int SHIFT, int MASK>
+inline Vb field(Vb x) {
+  const __m256i mask = _mm256_set1_epi8(MASK);
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, SHIFT), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, SHIFT), mask)};
+}
+inline Vb either(Vb x, Vb y) {
+  return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
+}
+// Sixteen nibbles, the low ones (SHIFT 0) or the high ones (4) of sixteen bytes.
+template <int SHIFT>
+inline Vf load_nibbles(const uint8_t* p) {
+  const __m128i bytes = _mm_and_si128(_mm_srli_epi16(load128(p), SHIFT), _mm_set1_epi8(15));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
+}
 inline Vb lookup(Vb index, const uint8_t* table) {
   const __m256i t = _mm256_broadcastsi128_si256(load128(table));
   return {_mm256_shuffle_epi8(t, index.a), _mm256_shuffle_epi8(t, index.b)};

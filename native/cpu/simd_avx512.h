@@ -123,6 +123,20 @@ inline Vb low_nibbles(Vb v) {
 inline Vb high_nibbles(Vb v) {
   return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
 }
+// Bits SHIFT.. of every byte, under MASK.
+template <int SHIFT, int MASK>
+inline Vb field(Vb v) {
+  return _mm512_and_si512(SHIFT ? _mm512_srli_epi16(v, SHIFT) : v, _mm512_set1_epi8(MASK));
+}
+inline Vb either(Vb a, Vb b) {
+  return _mm512_or_si512(a, b);
+}
+// Sixteen nibbles, the low ones (SHIFT 0) or the high ones (4) of sixteen bytes.
+template <int SHIFT>
+inline Vf load_nibbles(const uint8_t* p) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_cvtepi32_ps(SHIFT ? _mm512_srli_epi32(bytes, 4) : _mm512_and_si512(bytes, _mm512_set1_epi32(15)));
+}
 inline Vb lookup(Vb index, const uint8_t* table) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), index);
 }

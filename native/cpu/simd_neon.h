@@ -142,6 +142,27 @@ inline Vb low_nibbles(Vb a) {
 inline Vb high_nibbles(Vb a) {
   return each_b([&](int i) { return vshrq_n_u8(a.v[i], 4); });
 }
+// Bits SHIFT.. of every byte, under MASK.
+template <int SHIFT, int MASK>
+inline Vb field(Vb a) {
+  return each_b([&](int i) {
+    if constexpr (SHIFT == 0)
+      return vandq_u8(a.v[i], vdupq_n_u8(MASK));
+    else
+      return vandq_u8(vshrq_n_u8(a.v[i], SHIFT), vdupq_n_u8(MASK));
+  });
+}
+inline Vb either(Vb a, Vb b) {
+  return each_b([&](int i) { return vorrq_u8(a.v[i], b.v[i]); });
+}
+// Sixteen nibbles, the low ones (SHIFT 0) or the high ones (4) of sixteen bytes.
+template <int SHIFT>
+inline Vf load_nibbles(const uint8_t* p) {
+  const uint8x16_t bytes = vandq_u8(vshlq_u8(vld1q_u8(p), vdupq_n_s8(-SHIFT)), vdupq_n_u8(15));
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+  return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(low))),
+           vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
 inline Vb lookup(Vb index, const uint8_t* table) {
   const uint8x16_t t = vld1q_u8(table);
   return each_b([&](int i) { return vqtbl1q_u8(t, index.v[i]); });

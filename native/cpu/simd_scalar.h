@@ -131,6 +131,22 @@ inline Vb low_nibbles(Vb a) {
 inline Vb high_nibbles(Vb a) {
   return (a >> 4) & 0x0f0f0f0fu;
 }
+// Bits SHIFT.. of every byte, under MASK.
+template <int SHIFT, int MASK>
+inline Vb field(Vb a) {
+  return (a >> SHIFT) & (uint32_t{MASK} * 0x01010101u);
+}
+inline Vb either(Vb a, Vb b) {
+  return a | b;
+}
+// Sixteen nibbles, the low ones (SHIFT 0) or the high ones (4) of sixteen bytes.
+template <int SHIFT>
+inline Vf load_nibbles(const uint8_t* p) {
+  Vf r;
+#pragma GCC unroll 1
+  for (int i = 0; i < 16; ++i) r[i] = static_cast<float>(p[i] >> SHIFT & 15);
+  return r;
+}
 inline Vb lookup(Vb index, const uint8_t* table) {
   uint8_t bytes[64];
   __builtin_memcpy(bytes, &index, sizeof bytes);
