@@ -3,6 +3,7 @@
     python -m bench.cpu_llamacpp --build ~/.cache/ds4-peer     # once: llama.cpp from source, its own environment
     python -m bench.cpu_llamacpp --peer ~/.cache/ds4-peer
     python -m bench.cpu_llamacpp --peer ~/.cache/ds4-peer --types Q8_0 Q4_0 Q4_K_M Q6_K BF16
+    python -m bench.cpu_llamacpp --peer ~/.cache/ds4-peer --flash FOLDER   # four layers of DeepSeek V4 Flash, 9.5 GB
 
 A run of some `--only` or `--types` replaces just those in the file that `--save` names.
 
@@ -11,6 +12,7 @@ types that it chooses for matrices whose rows are no multiple of a block.
 
 Each engine lives in a process of its own; the two take turns measurement by measurement, so that both see the same
 neighbours, and the numbers are medians over the rounds. Decode feeds fixed tokens and reads the logits on both sides.
+With `--flash` one engine does all its rounds and ends before the other one starts: memory holds the model only once.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 
 from bench import report
 from bench.peers.protocol import Worker
+from ds4.convert.synth import DEFAULT_TYPES, synthesise
 from ds4.engine.demo import demo_model_path
 
 PEER_PACKAGE = "llama-cpp-python"
@@ -42,6 +45,12 @@ WORK: list[tuple[str, str, dict[str, int]]] = [
 # What is measured of each of --types.
 TYPES_WORK = ("prefill 512", "decode", "batch 16")
 TYPES_FOLDER = Path("build/types")
+# What is measured of --flash: a token of four layers reads 1.4 GB.
+FLASH_WORK: list[tuple[str, str, dict[str, int]]] = [
+    ("flash prefill 64", "prefill", {"n": 64}),
+    ("flash decode", "decode", {"depth": 0, "n": 6}),
+]
+FLASH_LAYERS = 4
 
 
 def build(folder: Path) -> None:
@@ -62,33 +71,51 @@ def of_type(model: Path, name: str, peer: Path) -> Path:
     return target
 
 
+def flash_file(folder: Path) -> Path:
+    """The synthetic model of `--flash`, written once."""
+    path = folder / f"flash-{FLASH_LAYERS}.gguf"
+    if not path.exists():
+        synthesise(path, "deepseek4", "flash", 0, DEFAULT_TYPES["flash"], layers=FLASH_LAYERS)
+    return path
+
+
 def measure(args: argparse.Namespace, model: Path, labels: Sequence[str] | None) -> dict[str, Any]:
     root = Path(__file__).resolve().parent
-    ours = Worker([sys.executable, "-m", "bench.peers.ds4_worker", str(model), str(args.threads), "8192", args.isa])
-    peer_python = str(args.peer / "bin/python")
-    peer = Worker([peer_python, str(root / "peers/llamacpp_worker.py"), str(model), str(args.threads)])
-    work = [w for w in WORK if labels is None or any(w[0].startswith(o) for o in labels)]
-    rates: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label, _, _ in work}
-    for round_ in range(args.rounds + 1):
-        for label, op, arguments in work:
-            pair = ours.rate(op, **arguments), peer.rate(op, **arguments)
-            if round_:  # the first round warms both up
-                rates[label][0].append(pair[0])
-                rates[label][1].append(pair[1])
-            print(f"  {model.stem} round {round_} {label}: {pair[0]:.1f} / {pair[1]:.1f} t/s", file=sys.stderr)
-    facts = {"ds4": ours.ask("facts"), "llama.cpp": peer.ask("facts")}
-    ours.close()
-    peer.close()
+    commands = {
+        "ds4": [sys.executable, "-m", "bench.peers.ds4_worker", str(model), str(args.threads), "8192", args.isa],
+        "llama.cpp": [
+            *(str(args.peer / "bin/python"), str(root / "peers/llamacpp_worker.py")),
+            *(str(model), str(args.threads)),
+        ],
+    }
+    work = [
+        w for w in (FLASH_WORK if args.flash else WORK) if labels is None or any(w[0].startswith(o) for o in labels)
+    ]
+    rates: dict[str, dict[str, list[float]]] = {label: {name: [] for name in commands} for label, _, _ in work}
+    facts: dict[str, Any] = {}
+    for names in [[name] for name in commands] if args.flash else [list(commands)]:
+        workers = {name: Worker(commands[name]) for name in names}
+        for round_ in range(args.rounds + 1):
+            for label, op, arguments in work:
+                found = {name: worker.rate(op, **arguments) for name, worker in workers.items()}
+                if round_:  # the first round warms up
+                    for name, rate in found.items():
+                        rates[label][name].append(rate)
+                told = ", ".join(f"{name} {rate:.1f}" for name, rate in found.items())
+                print(f"  {model.stem} round {round_} {label}: {told} t/s", file=sys.stderr)
+        for name, worker in workers.items():
+            facts[name] = worker.ask("facts")
+            worker.close()
     lines = [
         {
             "what": label,
-            "ds4": report.median(a),
-            "llama.cpp": report.median(b),
-            "ratio": report.median([x / y for x, y in zip(a, b, strict=True)]),
-            "ds4_all": a,
-            "llama.cpp_all": b,
+            "ds4": report.median(found["ds4"]),
+            "llama.cpp": report.median(found["llama.cpp"]),
+            "ratio": report.median([x / y for x, y in zip(found["ds4"], found["llama.cpp"], strict=True)]),
+            "ds4_all": found["ds4"],
+            "llama.cpp_all": found["llama.cpp"],
         }
-        for label, (a, b) in rates.items()
+        for label, found in rates.items()
     ]
     return {"model": Path(model).name, "threads": args.threads, "isa": args.isa, "facts": facts, "rates": lines}
 
@@ -98,6 +125,7 @@ def main() -> int:
     p.add_argument("--build", type=Path, metavar="DIR", help="build the peer into DIR and exit")
     p.add_argument("--peer", type=Path, metavar="DIR", help="environment made by --build")
     p.add_argument("-m", "--model", type=Path, help="GGUF file (default: the demo model)")
+    p.add_argument("--flash", type=Path, metavar="DIR", help="four synthetic layers of Flash, kept in DIR")
     p.add_argument("-t", "--threads", type=int, default=2)
     p.add_argument("--isa", default="auto", help="cap ds4's instruction set: auto, avx512, avx2, scalar")
     p.add_argument("--rounds", type=int, default=5)
@@ -110,7 +138,7 @@ def main() -> int:
         return 0
     if not args.peer:
         p.error("--peer DIR is needed (make it with --build DIR)")
-    model = args.model or demo_model_path()
+    model = flash_file(args.flash) if args.flash else args.model or demo_model_path()
     if args.types:
         results = {t: measure(args, of_type(model, t, args.peer), args.only or TYPES_WORK) for t in args.types}
         saved: dict[str, Any] = {"types": results}
@@ -134,7 +162,7 @@ def main() -> int:
             saved["types"] = {**before.get("types", {}), **results}
         elif before:
             rest = [line for line in before["rates"] if line["what"] not in {new["what"] for new in saved["rates"]}]
-            order = [label for label, _, _ in WORK]
+            order = [label for label, _, _ in (*WORK, *FLASH_WORK)]
             saved["rates"] = sorted([*saved["rates"], *rest], key=lambda line: order.index(line["what"]))
         print(f"saved {report.save(args.save, saved)}")
     return 0

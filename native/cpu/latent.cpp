@@ -11,6 +11,7 @@
 #include <map>
 #include <vector>
 
+#include "int_table.h"
 #include "quant/quant.h"
 
 namespace ds4::cpu {
@@ -47,20 +48,6 @@ class Dense {
 
  private:
   std::map<const Weight*, std::vector<float>> kept_;
-};
-
-class IntTable final : public Weight {
- public:
-  explicit IntTable(const MatrixView& view) : Weight(view.rows, view.cols) {
-    require(view.type == DType::I32, "a table of integers has type I32");
-    const auto* data = static_cast<const int32_t*>(view.data);
-    values_.assign(data, data + view.rows * view.cols);
-  }
-  size_t resident_bytes() const override { return values_.size() * sizeof(int32_t); }
-  const int32_t* row(int64_t r) const { return values_.data() + r * cols_; }
-
- private:
-  std::vector<int32_t> values_;
 };
 
 // Several matrices of one shape, each packed by the backend.

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "int_table.h"
 #include "reference/dense_weight.h"
 
 namespace ds4 {
@@ -95,20 +96,6 @@ void angles(int64_t position, std::span<const float> freq, float* cosine, float*
     sine[i] = static_cast<float>(std::sin(angle));
   }
 }
-
-class IntTable final : public Weight {
- public:
-  explicit IntTable(const MatrixView& view) : Weight(view.rows, view.cols) {
-    require(view.type == DType::I32, "a table of integers has type I32");
-    const auto* data = static_cast<const int32_t*>(view.data);
-    values_.assign(data, data + view.rows * view.cols);
-  }
-  size_t resident_bytes() const override { return values_.size() * sizeof(int32_t); }
-  const int32_t* row(int64_t r) const { return values_.data() + r * cols_; }
-
- private:
-  std::vector<int32_t> values_;
-};
 
 class ReferenceLatentOps final : public LatentOps {
  public:
