@@ -156,7 +156,11 @@ void PagedState::resize(Group& g, size_t pages) {
     g.pool->release(g.pages.back());
     g.pages.pop_back();
   }
-  while (g.pages.size() < pages) g.pages.push_back(g.pool->take());
+  while (g.pages.size() < pages) {
+    g.pages.push_back(g.pool->take());
+    // Rows of a ring that nobody wrote are zeros.
+    if (g.capacity) std::memset(g.pages.back()->data, 0, g.page_bytes);
+  }
 }
 
 void PagedState::reserve(int64_t tokens) {

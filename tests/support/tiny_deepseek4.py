@@ -329,7 +329,7 @@ def tiny(variant: str) -> TinyDeepSeek4:
 def drawn(seed: int, **changes: Any) -> TinyDeepSeek4:
     """A model of another shape, without references: `changes` are members of config.json."""
     c = config("flash") | changes
-    return TinyDeepSeek4("drawn", c, _draw(c, seed))
+    return TinyDeepSeek4("drawn", c, *_draw(c, seed))
 
 
 def both() -> Iterator[TinyDeepSeek4]:
