@@ -90,7 +90,10 @@ void tile_int8(const TileArgs& a) {
       v[6] = either(v[6], field<4, 4>(top)), v[7] = either(v[7], field<5, 4>(top));
       if constexpr (is_table(K)) {
 #pragma GCC unroll 8
-        for (int g = 0; g < 8; ++g) v[g] = lookup(v[g], a.table);
+        for (int g = 0; g < 8; ++g) {
+          v[g] = lookup(v[g], a.table);
+          if constexpr (kSigned) v[g] = less_128<kBits>(v[g]);
+        }
       }
       w += 192;
     } else {

@@ -7,8 +7,9 @@
 //       column 4g .. 4g+3  for every row
 //
 //   4-bit: 4 vectors; vector v holds group v in the low nibbles and group v + 4 in the high ones.
-//   3-bit: 3 vectors; bits 0..2 and 3..5 of vector v hold groups 2v and 2v + 1, the two bits above them in vectors 0 and 1
-//          the low bits of groups 6 and 7, and those in vector 2 their high bits.
+//   3-bit: 3 vectors; bits 0..2 and 3..5 of vector v hold groups 2v and 2v + 1.
+//          The two bits above them: in vectors 0 and 1 the low bits of groups 6 and 7,
+//          in vector 2 the high bits of both.
 //   2-bit: 2 vectors; bits 2k of vector v hold group 4v + k.
 //   tile = [quants of all k-blocks][scales of all k-blocks], both 64-byte aligned.
 //
