@@ -149,7 +149,8 @@ def main() -> int:
         (t, r["what"], r["ds4"], r["llama.cpp"], f"{r['ratio']:.2f}") for t, x in results.items() for r in x["rates"]
     ]
     first = 0 if args.types else 1
-    print(f"{model.name}, {args.threads} threads, tokens/s, medians of {args.rounds} rounds in turn\n")
+    how = "one engine after the other" if args.flash else "in turn"
+    print(f"{model.name}, {args.threads} threads, tokens/s, medians of {args.rounds} rounds {how}\n")
     print(report.table(("type", "what", "ds4", "llama.cpp", "ratio")[first:], [line[first:] for line in lines]))
     for kind, result in results.items():
         for name, facts in result["facts"].items():
