@@ -20,8 +20,8 @@ from tests.support.tiny_deepseek4 import tiny
 
 PROMPT = [int(t) for t in tiny("flash").prompt()[:24]]
 
-# The streams before and after layers 0..2, which choose experts by table: later ones choose by score, and random weights
-# have ties enough to choose otherwise.
+# The streams before and after layers 0..2, which choose experts by table: later ones choose by score, and random
+# weights have ties enough to choose otherwise.
 COMPARED = 4
 # Largest error of the streams, relative to their largest value: that of activations in 8 bits (or BF16's of mantissa).
 LIMIT = 0.05
