@@ -29,26 +29,18 @@ from gguf.quants import quantize
 from bench import report
 from ds4 import _cpu
 
-# What keeps a kernel from its floor: (operation, or "product" for all of them; one row, few rows, many rows) -> reason.
+# What keeps a kernel from its floor, by kind of operation and rows: one, few (of several sessions), many (a prompt's).
 REASONS = {
-    (
-        "product",
-        "one",
-    ): "reads of matrices of 0.2 to 1 MB, each begun anew by every thread; the head, one stream of 30 MB, "
-    "shows what long reads reach",
-    (
-        "product",
-        "few",
-    ): "between reading and computing: both floors are near, and one row of work hides little of either",
-    (
-        "product",
-        "many",
-    ): "block scales: per 32 columns and token {dots} dot products and {tail} multiplications share two "
+    "product one": "reads of matrices of 0.2 to 1 MB, begun anew by every thread after every operation; the head, one "
+    "stream of 30 MB, shows what long reads reach",
+    "product few": "neither reading nor computing alone: weights arrive at a third of the reading peak, beside {dots} "
+    "dot products and {tail} multiplications of block scales on two pipes (at most {bound:.0%})",
+    "product many": "block scales: per 32 columns and token {dots} dot products and {tail} multiplications share two "
     "pipes, which bounds the kernel at {bound:.0%}; the rest is rounding and packing activations and storing results",
-    ("attention", "one"): "keys and values of a head lie in pages of 8 KiB, read in turn; merging of segments",
-    ("attention", "few"): "widening f16 shares the ports with the multiply-adds",
-    ("attention", "many"): "softmax (a tenth), widening of pages to f32 (4 %), keys computed beyond the diagonal",
-    ("rope", "any"): "scalar stores of transposed keys",
+    "attention one": "keys and values of a head lie in pages of 8 KiB, read in turn; merging of segments",
+    "attention few": "widening f16 shares the ports with the multiply-adds",
+    "attention many": "softmax (a tenth), widening of pages to f32 (4 %), keys computed beyond the diagonal",
+    "rope": "scalar stores of transposed keys",
 }
 # Multiplications beside the dot products of 32 columns and one token: scale of the block, of the activation, minimum.
 TAIL = {"Q4_1": 3, "Q5_1": 3, "Q4_K": 3, "Q5_K": 3}
@@ -75,14 +67,11 @@ class Line:
     def reason(self, type_name: str) -> str:
         kind = self.op.split(" ")[0].rstrip(",")
         if kind == "rope":
-            return REASONS["rope", "any"]
+            return REASONS[kind]
         width = "one" if self.rows == 1 else "few" if self.rows <= 32 else "many"
-        if kind == "attention":
-            return REASONS[kind, width]
-        if type_name in PEAK_OF:
-            return "" if width == "many" else REASONS["product", width]
         tail = TAIL.get(type_name, 2)
-        return REASONS["product", width].format(dots=8, tail=tail, bound=8 / (8 + tail))
+        text = REASONS[f"{'attention' if kind == 'attention' else 'product'} {width}"]
+        return text.format(dots=8, tail=tail, bound=8 / (8 + tail))
 
 
 def roofline(threads: int) -> dict[str, float]:
@@ -131,7 +120,11 @@ class Bench:
         return sum(best) / len(best)
 
     def product(self, op: str, rows: int, out: int, cols: int, type_name: str | None = None) -> float:
-        """Weights are read from memory, not from a cache: as many copies as the last-level cache does not hold."""
+        """Measured once per operation and rows. Weights are read from memory, not from a cache: as many copies as the
+        last-level cache does not hold.
+        """
+        if known := next((line for line in self.lines if (line.op, line.rows) == (op, rows)), None):
+            return known.us / 1e6
         gated = op == "gate, up"
         use = "swiglu" if gated else "linear"
         one = self.weight(out, cols, use, type_name)
@@ -179,6 +172,8 @@ class Bench:
         return self.add(f"attention @{depth}", rows, best, ops, read, "f32")
 
     def rope(self, rows: int) -> float:
+        if known := next((line for line in self.lines if (line.op, line.rows) == ("rope, store", rows)), None):
+            return known.us / 1e6
         specs = [(n, "append", int(Q.F16), KV_HEADS, HEAD, 1, 0) for n in ("k.0", "v.0")]
         state = self.ops.new_state(specs, rows)
         list_ = [(state, i) for i in range(rows)]
@@ -201,43 +196,35 @@ class Bench:
 
 
 def page(bench: Bench, steps: dict[str, float], command: str) -> str:
-    """The table as Markdown: operations, bytes and peak of each kernel, the fraction reached, what holds the rest."""
-    rows = [
-        (
-            line.op,
-            line.rows,
-            line.us,
-            line.gops * line.us / 1e6,
-            line.gbytes * line.us / 1e3,
-            line.floor_us,
-            f"{line.of_peak:.0%}",
-            line.reason(bench.type),
-        )
-        for line in bench.lines
-    ]
-    head = ("operation", "rows", "us", "Gop", "MB read", "floor, us", "of floor", "what holds the rest")
+    """The table as Markdown: operations, bytes and floor of each kernel, the fraction reached, what holds the rest."""
+    reasons: dict[str, int] = {}
+    rows = []
+    for line in bench.lines:
+        note = reasons.setdefault(line.reason(bench.type), len(reasons) + 1)
+        operations, read = line.gops * line.us / 1e3, line.gbytes * line.us / 1e3
+        rows.append((line.op, line.rows, line.us, operations, read, line.floor_us, f"{line.of_peak:.0%}", note))
     facts = report.machine()
     peaks = ", ".join(f"{name} {value:.0f}" for name, value in bench.peaks.items())
-    rates = list(steps.items())
-    return "\n".join(
-        [
-            f"# CPU kernels on the shapes of SmolLM2-135M, {bench.type} weights",
-            "",
-            f"`{command}`, {dt.date.today().isoformat()}, {facts['cores']}-core EPYC, Zen 4 ({facts['cpu']}), "
-            f"{bench.ops.name}.",
-            "",
-            f"Measured peaks (`bench/roofline.cpp`; GB/s and Gop/s): {peaks}. The floor of an operation is the larger",
-            "of its operations at the peak of its kind and its bytes at the peak of reading. Weights come from memory,",
-            "not from a cache, except with many rows. Best of many runs.",
-            "",
-            report.table(head, rows),
-            "",
-            "A whole step from these parts:",
-            "",
-            report.table(("step", "tokens/s"), rates),
-            "",
-        ]
-    )
+    head = ("operation", "rows", "us", "Mop", "MB read", "floor, us", "of floor", "what holds the rest")
+    lines = [
+        f"# CPU kernels on the shapes of SmolLM2-135M, {bench.type} weights",
+        "",
+        f"`{command}`, {dt.date.today().isoformat()}, {facts['cores']}-core EPYC, Zen 4, {bench.ops.name}.",
+        "",
+        f"Measured peaks (`bench/roofline.cpp`; GB/s and Gop/s): {peaks}. The floor of an operation is the larger of",
+        "its operations at the peak of their kind and its bytes at the peak of reading. Weights come from memory, not",
+        "from a cache, except with many rows. Best of many runs.",
+        "",
+        report.table(head, rows),
+        "",
+        *(f"{number}. {reason}." for reason, number in reasons.items()),
+        "",
+        "A whole step from these parts:",
+        "",
+        report.table(("step", "tokens/s"), list(steps.items())),
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:

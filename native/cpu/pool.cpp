@@ -58,7 +58,8 @@ ThreadPool::~ThreadPool() {
   generation_.notify_all();
 }
 
-// Half of what is left: of one's own range the front, of another's the back.
+// Of one's own range an eighth of what is left, from the front, of another's a quarter, from the back: little is held
+// by a thread whose core is taken away, and what is claimed one after the other still lies one after the other.
 bool ThreadPool::take_share(size_t self, size_t owner, uint32_t generation) {
   std::atomic<uint64_t>& at = tickets_[owner].value;
   uint64_t ticket = at.load(std::memory_order_acquire);
@@ -69,7 +70,7 @@ bool ThreadPool::take_share(size_t self, size_t owner, uint32_t generation) {
     void* body = body_.load(std::memory_order_relaxed);
     const int64_t items = items_.load(std::memory_order_relaxed);
     const int64_t unit = unit_.load(std::memory_order_relaxed);
-    const uint64_t share = (end - first + 1) / 2;
+    const uint64_t share = self == owner ? (end - first + 7) / 8 : (end - first + 3) / 4;
     const uint64_t from = self == owner ? first : end - share;
     const uint64_t left = self == owner ? pack(generation, first + share, end) : pack(generation, first, from);
     if (!at.compare_exchange_weak(ticket, left, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
