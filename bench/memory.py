@@ -32,6 +32,7 @@ def main() -> int:
     ours.close()
     script = str(Path(__file__).resolve().parent / "peers/llamacpp_worker.py")
     peer = Worker([str(args.peer / "bin/python"), script, model, threads, str(args.slots * args.ctx)])
+    peer.ask("prefill", n=512)  # its buffers of a step, which ours has used too
     result["llama_cpp_mib"] = peer.ask("facts")["rss_mib"]
     peer.close()
     rows = [
