@@ -215,7 +215,8 @@ static inline const uint8_t* DS4_FN(scan_number)(const uint8_t* p, unsigned* fla
   return p;
 }
 
-// Fills the tape from the body. On an error sets error and error_at and leaves the frames of the open containers.
+// Fills the tape, which begins as zeros, from the body. On an error sets error and error_at and leaves the frames of
+// the open containers.
 static int DS4_FN(json_scan)(ds4_json_tape* t) {
   const uint8_t* const body = t->body;
   const uint8_t* const limit = body + t->size;
@@ -227,7 +228,7 @@ static int DS4_FN(json_scan)(ds4_json_tape* t) {
   ds4_json_error error = DS4_JSON_OK;
   const uint8_t* fault = NULL;
   DS4_FN(string) s;
-  int is_name = 0, large = 0;
+  int is_name = 0;
 
   p = DS4_FN(skip_space)(p);
   if (p == limit) {
@@ -321,7 +322,7 @@ value:
         goto done;
       }
       words[n++] = ds4_tape_word(p - body, end - p, flags);
-      large |= ds4_json_may_be_infinite(flags, end - p);
+      if (ds4_json_may_be_infinite(flags, end - p)) t->large_numbers = 1;
       p = end;
       break;
     }
@@ -394,7 +395,6 @@ bad_literal:
   error = DS4_JSON_LITERAL;
 
 done:
-  t->large_numbers = large;
   t->words = words;
   t->n = n;
   t->capacity = capacity;
