@@ -215,7 +215,7 @@ def test_other_tensor_names_are_listed(tmp_path: Path) -> None:
 
 
 def test_the_successor_is_refused(tmp_path: Path) -> None:
-    model = TinyDeepSeek4(FLASH.variant, FLASH.config, FLASH.weights)
+    model = TinyDeepSeek4(FLASH.variant, FLASH.config, FLASH.weights, FLASH.head)
     keys = {k.replace("deepseek4.", "deepseek41."): v for k, v in model.gguf_keys().items()}
     path = model.write_gguf(tmp_path / "m.gguf", keys=keys, arch="deepseek41")
     with pytest.raises(UnsupportedModelError, match=r"'deepseek41' \(DeepSeek V4.1\) is another graph"):
