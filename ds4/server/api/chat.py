@@ -270,6 +270,6 @@ async def chat_completions(service: Service, request: Request, responder: Respon
 
 async def apply_template(service: Service, request: Request, responder: Responder) -> None:
     """The prompt that a chat body renders to, as text and as tokens."""
-    conversation, _ = read_conversation(service.body(request), service.preparer)
-    prompt = await service.prompt(conversation)
+    chat = read_chat(service.body(request), service.config.sampling, service.preparer, service.n_slots)
+    prompt = await service.prompt(chat.conversation)
     responder.send(200, dumps({"prompt": prompt.rendered.text, "n_tokens": len(prompt.tokens)}) + b"\n")

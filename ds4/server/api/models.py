@@ -127,10 +127,10 @@ async def tokenize(service: Service, request: Request, responder: Responder) -> 
     where they are no text). llama.cpp's names; `text` and `prompt` are taken for `content`.
     """
     body = service.body(request)
-    node = body.get("content") or body.get("text") or body.get("prompt")
-    if node is None:
+    texts = [text for name in ("content", "text", "prompt") if (text := body.get_str(name)) is not None]
+    if not texts:
         raise RequestError("missing content", param="content")
-    text = node.as_str()
+    text = texts[0]
     tokenizer = service.engine.tokenizer
     specials = body.get_bool("parse_special", False)
     encode = tokenizer.encode_with_specials if specials else tokenizer.encode
