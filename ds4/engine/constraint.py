@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -86,6 +87,7 @@ class Compiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._table: llguidance.LLTokenizer | None = None
+        self._texts: TokenTexts | None = None
         self._table_lock = Lock()
         self._known: OrderedDict[Grammar, Constraint] = OrderedDict()
         self._lock = Lock()
@@ -126,11 +128,84 @@ class Compiler:
             raise GrammarError(f"no text matches the grammar: {error}") from None
         return constraint
 
+    def texts(self) -> TokenTexts:
+        """The vocabulary's texts. Takes about 100 ms for 129k tokens, once."""
+        with self._table_lock:
+            if self._texts is None:
+                self._texts = TokenTexts(self._tokenizer, self._vocab_size)
+            return self._texts
+
     def _vocabulary(self) -> llguidance.LLTokenizer:
         with self._table_lock:
             if self._table is None:
                 self._table = _token_table(self._tokenizer, self._vocab_size)
             return self._table
+
+
+class MatcherLike(Protocol):
+    """Where one sequence stands in what it must match (`Matcher`)."""
+
+    @property
+    def complete(self) -> bool: ...
+    @property
+    def finished(self) -> bool: ...
+    def mask(self) -> npt.NDArray[np.uint32]: ...
+    def advance(self, tokens: Sequence[int]) -> None: ...
+
+
+class ConstraintLike(Protocol):
+    """What every sequence takes a matcher of its own from."""
+
+    def matcher(self) -> MatcherLike: ...
+
+
+class TokenTexts:
+    """The bytes of a vocabulary's tokens, and which tokens begin like a text. Immutable."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        specials = set(tokenizer.special_ids.values())
+        self._by_text: dict[bytes, list[int]] = {}
+        for token in range(vocab_size):
+            text = _text_of_token(tokenizer, token)
+            if text and token not in specials:
+                self._by_text.setdefault(text, []).append(token)
+        self._sorted = sorted(self._by_text)
+
+    def bytes_of(self, token: int) -> bytes:
+        return self._tokenizer.token_bytes(token)
+
+    def encode(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", "replace"))
+
+    def first_special(self, text: str) -> tuple[str | None, int | None]:
+        """(text, id) of the first special token in a text of a template."""
+        found = [(text.index(name), name) for name in self._tokenizer.special_ids if name and name in text]
+        if not found:
+            return None, None
+        name = min(found)[1]
+        return name, self._tokenizer.special_ids[name]
+
+    def spelled(self, text: bytes) -> list[int]:
+        """Tokens that are exactly a text."""
+        return self._by_text.get(text, [])
+
+    def beginnings_of(self, text: bytes) -> list[int]:
+        """Tokens that are the beginning of a text, or all of it."""
+        return [token for size in range(1, len(text) + 1) for token in self._by_text.get(text[:size], ())]
+
+    def containing(self, text: bytes) -> list[int]:
+        """Tokens in which a text stands as a whole."""
+        return [token for known in self._sorted if text in known for token in self._by_text[known]]
+
+    def longer_than(self, text: bytes) -> list[int]:
+        """Tokens that begin with a text and go on."""
+        tokens: list[int] = []
+        for place in range(bisect_right(self._sorted, text), len(self._sorted)):
+            if not self._sorted[place].startswith(text):
+                break
+            tokens += self._by_text[self._sorted[place]]
+        return tokens
 
 
 class Constraint:
@@ -150,6 +225,10 @@ class Matcher:
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._words: npt.NDArray[np.uint32] = np.zeros((vocab_size + 31) // 32, np.uint32)
+
+    def copy(self) -> Matcher:
+        """Another sequence that stands where this one does."""
+        return Matcher(self._matcher.deep_copy(), 32 * len(self._words))
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """Tokens that may come next, [(vocab + 31) / 32] words, id i at bit i % 32 of word i // 32.
@@ -321,6 +400,13 @@ def _grammar_error(message: str) -> GrammarError:
 # ---- the vocabulary in the library's form
 
 
+def _text_of_token(tokenizer: Tokenizer, token: int) -> bytes:
+    try:
+        return tokenizer.token_bytes(token)
+    except KeyError:
+        return b""
+
+
 class _Vocabulary:
     """What the library asks of a tokenizer."""
 
@@ -329,13 +415,7 @@ class _Vocabulary:
         self.eos_token_id = tokenizer.eos_ids[0]
         self.bos_token_id = tokenizer.bos_id
         self.special_token_ids = sorted(set(tokenizer.special_ids.values()))
-        self.tokens = [self._bytes(token) for token in range(vocab_size)]
-
-    def _bytes(self, token: int) -> bytes:
-        try:
-            return self._tokenizer.token_bytes(token)
-        except KeyError:
-            return b""
+        self.tokens = [_text_of_token(tokenizer, token) for token in range(vocab_size)]
 
     def __call__(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode("utf-8", "replace"))

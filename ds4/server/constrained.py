@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ds4.engine.constraint import Constraint
+from ds4.engine.constraint import ConstraintLike
 from ds4.engine.types import SamplerLike
 from ds4.errors import EngineError
 
@@ -20,7 +20,7 @@ class Constrained:
 
     def __init__(
         self,
-        constraint: Constraint,
+        constraint: ConstraintLike,
         sampler: SamplerLike,
         *,
         thinking: bool,

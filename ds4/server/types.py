@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ds4.engine.constraint import Constraint
+from ds4.engine.constraint import ConstraintLike
 from ds4.engine.types import SamplingParams, TokenLogprobs
 from ds4.errors import RequestError
 from ds4.prompt.types import Message
@@ -73,7 +73,7 @@ class GenerationRequest:
     """Tool calls are looked for in the output."""
     tool_schemas: tuple[tuple[str, str], ...] = ()
     """(name, canonical schema) of the callable tools: types of GLM and Qwen arguments."""
-    constraint: Constraint | None = None
+    constraint: ConstraintLike | None = None
     """What the text behind the reasoning must match."""
     echo_text: bytes = b""
     created: float = 0.0

@@ -10,7 +10,7 @@ import pytest
 
 from ds4.server.api.usage import total
 from ds4.server.types import Finish
-from ds4.testing import ScriptedEngine
+from ds4.testing import Script, ScriptedEngine
 from tests.support.api import parse_events
 from tests.support.running_server import Serve
 
@@ -41,7 +41,11 @@ SEEDS: dict[str, dict[str, Any]] = {
         ],
         "tools": [
             {"type": "function", "name": "f", "parameters": TOOL},
-            {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "lark", "definition": "s:"}},
+            {
+                "type": "custom",
+                "name": "p",
+                "format": {"type": "grammar", "syntax": "lark", "definition": "start: /[a-z]*/"},
+            },
             {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}]},
         ],
         "reasoning": {"effort": "low", "summary": "auto"},
@@ -80,7 +84,7 @@ def test_no_body_is_an_error_of_ours(serve: Serve, path: str) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
-    server = serve(ScriptedEngine("ok", syntax="deepseek41"))
+    server = serve(ScriptedEngine(Script.text("x</think>ok", "bytes"), syntax="deepseek41", ctx=4096))
     answered = 0
     for _ in range(300):
         body = copy.deepcopy(SEEDS[path])

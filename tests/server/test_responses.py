@@ -31,7 +31,7 @@ PATCH = {
     "type": "custom",
     "name": "apply_patch",
     "description": "edits files",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: line+"},
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: line+\nline: /[^\\n]*\\n?/"},
 }
 NAMESPACE = {
     "type": "namespace",
@@ -344,7 +344,7 @@ def test_reasoning_is_replayed_as_it_was_announced(serve: Serve) -> None:
 
 def test_custom_tools_come_back_as_such(serve: Serve) -> None:
     text = '*** Begin Patch\n+a "quoted" line\n*** End Patch'
-    server = serve(Script.text(call("apply_patch", input=text), 5), slots=1)
+    server = serve(Script.text(call("apply_patch", input=text), "bytes"), slots=1)
     item = both(server, tools=[PATCH])
     assert item == {"type": "custom_tool_call", "status": "completed", "name": "apply_patch", "input": text}
     declared = json.loads(server.engine.prompts[0].split('"function": ')[1].splitlines()[0][:-1])
@@ -430,7 +430,7 @@ def test_hosted_tools_are_left_out_and_noted(serve: Serve, caplog: pytest.LogCap
 
 
 def test_items_of_every_kind(serve: Serve) -> None:
-    server = serve()
+    server = serve(Script.text("ok", "bytes"))
     prompt = prompt_of(
         server,
         [
@@ -568,7 +568,7 @@ def test_fields_reach_the_sampler_and_nulls_are_absent(serve: Serve) -> None:
 
 
 def test_what_codex_sends(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    server = serve("Done.")
+    server = serve(Script.text("Done.", "bytes"))
     caplog.set_level("INFO", "ds4.server")
     metadata = {
         "store": False,
@@ -679,3 +679,72 @@ def test_in_progress_events_come_before_the_prompt_is_evaluated(serve: Serve) ->
         engine._open_gate.set()
         got += b"".join(pieces)
     check_events(parse_events(got.decode()))
+
+
+# ---- grammars of custom tools
+
+
+def grammar_tool(definition: str, syntax: str = "regex", **members: Any) -> dict[str, Any]:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    return {"type": "custom", "name": "patch", "description": "d", "format": form, **members}
+
+
+def patch_call(text: str) -> str:
+    return f"<tool_call>\n<function=patch>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "custom", "name": "patch"}])
+@pytest.mark.parametrize(
+    ("syntax", "definition"), [("regex", "[a-z]+( [a-z]+)*"), ("lark", 'start: WORD (" " WORD)*\nWORD: /[a-z]+/')]
+)
+def test_the_input_of_a_custom_tool_follows_its_grammar(
+    serve: Serve, choice: Any, syntax: str, definition: str
+) -> None:
+    def ask(said: str) -> Any:
+        server = serve(ScriptedEngine(Script.text(patch_call(said), "bytes")))
+        fields = {"input": "x", "tools": [grammar_tool(definition, syntax)], "tool_choice": choice}
+        return server.http.post("/v1/responses", json=fields)
+
+    (item,) = ask("add one line").json()["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", "add one line")
+    found = openai_error(ask("add 1 line"), 500)
+    assert "no token" in found["message"]
+
+
+def test_text_and_other_tools_are_free_beside_a_grammar(serve: Serve) -> None:
+    other = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}
+    call = "<tool_call>\n<function=f>\n<parameter=a>\nANY 1\n</parameter>\n</function>\n</tool_call>"
+    tools = [grammar_tool("[a-z]+"), other, {"type": "custom", "name": "free", "format": {"type": "text"}}]
+    free = patch_call("ANY 2").replace("=patch>", "=free>")
+    server = serve(*(ScriptedEngine(*(Script.text(s, "bytes") for s in ("Just 1 text.", call, free))),))
+    outputs = [server.http.post("/v1/responses", json={"input": "x", "tools": tools}).json()["output"] for _ in "123"]
+    assert outputs[0][0]["content"][0]["text"] == "Just 1 text."
+    assert outputs[1][0]["arguments"] == '{"a":"ANY 1"}'
+    assert outputs[2][0]["input"] == "ANY 2"
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"type": "grammar", "syntax": "regex", "definition": "(?=a)"}, "tools[0].format.definition"),
+        ({"type": "grammar", "syntax": "lark", "definition": "start: nothing"}, "tools[0].format.definition"),
+        ({"type": "grammar", "grammar": {"syntax": "lark", "definition": ""}}, "tools[0].format.grammar.definition"),
+        ({"type": "grammar", "syntax": "ebnf", "definition": "x"}, "tools[0].format.syntax"),
+        ({"type": "grammar", "syntax": "lark"}, "tools[0].format.definition"),
+        ({"type": "grammar", "definition": "x"}, "tools[0].format.syntax"),
+        ({"type": "xml"}, "tools[0].format.type"),
+        ({}, "tools[0].format.type"),
+    ],
+)
+def test_a_grammar_that_cannot_be_used_is_named(serve: Serve, form: dict[str, Any], param: str) -> None:
+    server = serve()
+    tools = [{"type": "custom", "name": "patch", "format": form}]
+    found = openai_error(server.http.post("/v1/responses", json={"input": "x", "tools": tools}))
+    assert found["param"] == param
+    assert server.engine.prompts == []
+
+
+def test_a_tool_that_is_not_called_needs_no_grammar(serve: Serve) -> None:
+    """What is hidden is not compiled."""
+    fields = {"input": "x", "tools": [grammar_tool("(?=a)")], "tool_choice": "none"}
+    assert serve("ok").http.post("/v1/responses", json=fields).status_code == 200

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ds4.engine.constraint import Compiler, Constraint
+from ds4.engine.constraint import Compiler, ConstraintLike
 from ds4.engine.types import EngineLike, SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.registry import syntax_of
@@ -133,7 +133,7 @@ class Preparer:
         *,
         param: str | None,
         echo: bool = False,
-        constraint: Constraint | None = None,
+        constraint: ConstraintLike | None = None,
         received: float | None = None,
         continues: Continuation | None = None,
     ) -> GenerationRequest:

@@ -153,7 +153,8 @@ def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTur
         tools.tools if choice.mode != "none" else (),
         common.thinking_effort(body, body.get_str("model", ""), preparer.syntax, preparer.n_ctx),
     )
-    structure = read_structure(body, None if text is None else text.get_object("format"), conversation, choice)
+    form = None if text is None else text.get_object("format")
+    structure = read_structure(body, form, conversation, choice, tools.raw_inputs)
     alone = previous is None and bool(reader.orphans)
     return ResponsesPrompt(instructions, messages, conversation, tools, structure, alone)
 

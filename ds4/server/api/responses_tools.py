@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds4._json import JSONError, Node, dumps, parse
+from ds4.engine.constraint import Grammar
+from ds4.prompt.call_inputs import INPUT
 from ds4.prompt.types import Tool
 from ds4.server.api.common import required
+from ds4.server.api.structure import RawInput
 from ds4.server.api.tools import declaration
 
 Kind = Literal["function", "custom", "tool_search"]
 
 TOOL_SEARCH = "tool_search"
-INPUT = "input"
-"""The one parameter that a custom tool is declared with."""
-
 _MARKS = ("type",)
 """Members of a function that say nothing about it."""
 
@@ -36,11 +36,15 @@ _NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How a call comes back: `name` is what the client calls the tool."""
+    """How a call comes back: `name` is what the client calls the tool.
+
+    `raw_input` is what the text of a custom tool is held to.
+    """
 
     kind: Kind
     name: str
     namespace: str | None = None
+    raw_input: RawInput | None = None
 
 
 class ToolTable:
@@ -49,6 +53,11 @@ class ToolTable:
     def __init__(self) -> None:
         self._tools: dict[str, Tool] = {}
         self._forms: dict[str, ToolForm] = {}
+
+    @property
+    def raw_inputs(self) -> Mapping[str, RawInput]:
+        """Declared name -> grammar of the input, for custom tools that have one."""
+        return {name: form.raw_input for name, form in self._forms.items() if form.raw_input is not None}
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -95,7 +104,8 @@ class ToolTable:
             self._put(tool, ToolForm("function", name, namespace))
         elif kind == "custom":
             name = _name(item)
-            self._put(_custom(item, (namespace or "") + name), ToolForm("custom", name, namespace))
+            tool, raw = _custom(item, (namespace or "") + name)
+            self._put(tool, ToolForm("custom", name, namespace, raw))
         elif kind == TOOL_SEARCH and item.get_str("execution", "client") == "client":
             self._put(_tool_search(item), ToolForm("tool_search", TOOL_SEARCH))
         else:
@@ -125,16 +135,32 @@ def _member(item: Node, name: str) -> Tool:
     return _declared(name, item.get_str("description", ""), parameters)
 
 
-def _custom(item: Node, name: str) -> Tool:
-    """A custom tool as a function of one text; a grammar for the text stands in the parameter's description."""
+def _custom(item: Node, name: str) -> tuple[Tool, RawInput | None]:
+    """A custom tool as a function of one text, and the grammar of the text, which the model is shown, too."""
     parameter: dict[str, object] = {"type": "string"}
     form = item.get_object("format")
-    if form is not None and form.get_str("type") == "grammar":
-        grammar = form.get_object("grammar") or form
-        syntax, definition = grammar.get_str("syntax", ""), grammar.get_str("definition", "")
-        parameter["description"] = f"Text by this {syntax} grammar:\n{definition}"
+    raw = None if form is None else _raw_input(form)
+    if raw is not None:
+        syntax = "lark" if raw.grammar.kind == "lark" else "regex"
+        parameter["description"] = f"Text by this {syntax} grammar:\n{raw.grammar.text}"
     parameters = {"type": "object", "properties": {INPUT: parameter}, "required": [INPUT]}
-    return _declared(name, item.get_str("description", ""), parameters)
+    return _declared(name, item.get_str("description", ""), parameters), raw
+
+
+def _raw_input(form: Node) -> RawInput | None:
+    """`format` of a custom tool: `{type: text}`, or `{type: grammar, syntax, definition}`, which may stand in a
+    member `grammar` as in Chat."""
+    kind = required(form, "type")
+    if kind.as_str() == "text":
+        return None
+    if kind.as_str() != "grammar":
+        raise kind.error(f"Expected `text` or `grammar`, got {kind.as_str()[:40]!r}")
+    holder = form.get_object("grammar") or form
+    syntax, definition = required(holder, "syntax"), required(holder, "definition")
+    if syntax.as_str() not in ("lark", "regex"):
+        raise syntax.error(f"Expected `lark` or `regex`, got {syntax.as_str()[:40]!r}")
+    grammar = Grammar("lark" if syntax.as_str() == "lark" else "regex", definition.as_str())
+    return RawInput(grammar, definition.path.removeprefix("$."))
 
 
 def _tool_search(item: Node) -> Tool:

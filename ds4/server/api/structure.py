@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ds4._json import Node, Spans, parse
 from ds4.bounded import remembered
-from ds4.engine.constraint import Compiler, Constraint, Grammar, GrammarError, keyword_path
+from ds4.engine.constraint import Compiler, ConstraintLike, Grammar, GrammarError, keyword_path
 from ds4.errors import RequestError
 from ds4.prompt.call_grammar import SYNTAXES, CallGrammar, Function, SchemaError
+from ds4.prompt.call_inputs import CallConstraint
 from ds4.prompt.types import Conversation, Tool
 from ds4.server.api.common import required
 from ds4.server.api.tools import SCHEMA
@@ -50,28 +51,54 @@ class Declared:
 
 
 @dataclass(frozen=True, slots=True)
+class RawInput:
+    """The grammar of a custom tool's input, and its path in the body."""
+
+    grammar: Grammar
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
-    """What the answer must look like. `format` None: text; `param` is the path of the schema or grammar."""
+    """What the answer must look like. `format` None: text; `param` is the path of the schema or grammar.
+
+    `raw_inputs`: function name -> what its one parameter, a text, must match.
+    """
 
     format: Grammar | None = None
     param: str = ""
     choice: ToolChoice = ToolChoice()
     functions: tuple[Declared, ...] = ()
+    raw_inputs: Mapping[str, RawInput] = field(default_factory=dict)
 
     @property
     def constrains(self) -> bool:
         forced = self.choice.mode == "required"
-        return self.format is not None or forced or any(d.function.strict for d in self.functions)
+        held = any(self.holds(d.function) for d in self.functions)
+        return self.format is not None or forced or held
+
+    def holds(self, function: Function) -> bool:
+        """A call of the function follows its declaration, whether it must be called or not."""
+        return function.strict or function.name in self.raw_inputs
 
 
-def read_structure(body: Node, format_node: Node | None, conversation: Conversation, choice: ToolChoice) -> Structure:
+_NO_RAW_INPUTS: Mapping[str, RawInput] = {}
+
+
+def read_structure(
+    body: Node,
+    format_node: Node | None,
+    conversation: Conversation,
+    choice: ToolChoice,
+    raw_inputs: Mapping[str, RawInput] = _NO_RAW_INPUTS,
+) -> Structure:
     """The structure that a body asks for. `conversation` has the tools that the model is offered (none for `none`).
 
     Raises RequestError or JSONError with the path of what is wrong, also for combinations that make no sense.
     """
     tools = conversation.tools
     grammar, param = (None, "") if format_node is None else read_format(format_node)
-    structure = Structure(grammar, param, choice, _declared(body, tools))
+    structure = Structure(grammar, param, choice, _declared(body, tools), raw_inputs)
     if not structure.constrains:
         return structure
     if choice.mode == "required" and not tools:
@@ -162,6 +189,7 @@ def _declared(body: Node, tools: tuple[Tool, ...]) -> tuple[Declared, ...]:
             name = declaration.get("name")
             if name is not None and name.kind == "str":
                 member = SCHEMA if "parameters" not in declaration and SCHEMA in declaration else "parameters"
+                declaration.get_object(member)  # a schema of another kind is named by its place in the body
                 places[name.as_str()] = f"{declaration.path.removeprefix('$.')}.{member}"
     declared = tuple(
         Declared(_function(tool.name, tool.schema), places.get(tool.name, f"tools.{tool.name[:64]}.parameters"))
@@ -184,7 +212,7 @@ def _function(name: str, declared: str) -> Function:
 # ---- the constraint ---------------------------------------------------------------------------------------------
 
 
-async def constrain(preparer: Preparer, structure: Structure) -> Constraint | None:
+async def constrain(preparer: Preparer, structure: Structure) -> ConstraintLike | None:
     """The constraint of an answer, compiled outside the event loop. Raises RequestError (400) with the path."""
     if not structure.constrains:
         return None
@@ -193,14 +221,29 @@ async def constrain(preparer: Preparer, structure: Structure) -> Constraint | No
     return await loop.run_in_executor(preparer.compiling, _constrain, *arguments)
 
 
-def _constrain(compiler: Compiler, syntax: str, structure: Structure) -> Constraint:
+def _constrain(compiler: Compiler, syntax: str, structure: Structure) -> ConstraintLike:
     try:
-        return compiler.compile(_grammar(compiler, syntax, structure))
+        outer = compiler.compile(_grammar(compiler, syntax, structure))
+        return _with_raw_inputs(compiler, syntax, structure, outer)
     except SchemaError as error:
         place = next(d.param for d in structure.functions if d.function.name == error.function)
         raise RequestError(str(error), param=place + _member_path(error.path)) from None
     except GrammarError as error:
         raise RequestError(f"the constraint cannot be built: {error}", param=_at_fault(structure, error)) from None
+
+
+def _with_raw_inputs(compiler: Compiler, syntax: str, structure: Structure, outer: ConstraintLike) -> ConstraintLike:
+    inputs = {}
+    for declared in structure.functions:
+        name = declared.function.name
+        raw = structure.raw_inputs.get(name) if structure.choice.name in (None, name) else None
+        if raw is None:
+            continue
+        try:
+            inputs[name] = compiler.compile(raw.grammar)
+        except GrammarError as error:
+            raise RequestError(f"the grammar of tool {name[:64]!r} cannot be used: {error}", param=raw.param) from None
+    return CallConstraint(outer, inputs, SYNTAXES[syntax], compiler.texts()) if inputs else outer
 
 
 def _grammar(compiler: Compiler, syntax: str, structure: Structure) -> Grammar:
@@ -210,7 +253,7 @@ def _grammar(compiler: Compiler, syntax: str, structure: Structure) -> Grammar:
     functions = [
         d.function
         # Of functions that are not strict only the form is held, unless one must be called.
-        if d.function.strict or choice.mode == "required"
+        if structure.holds(d.function) or choice.mode == "required"
         else Function(d.function.name, None)
         for d in structure.functions
         if choice.name in (None, d.function.name)
