@@ -217,6 +217,12 @@ bool Session::advance(int32_t token, Sampler& sampler, int32_t& sampled, SampleL
 
 namespace {
 
+// Positions whose rows a ring may have taken the place of others for. A cut empties draft buffers, so that they hold
+// nothing of what lay behind it.
+int64_t seen(const StateSpec& spec, int64_t tokens, int64_t longest) {
+  return spec.draft ? tokens : longest;
+}
+
 // Calls piece(slot or -1 where the ring has lost them, first row, count) for runs of rows [first, first + count) of a
 // ring that keeps `rows` rows before position `end` and has seen `longest` positions.
 template <class Piece>
@@ -261,13 +267,14 @@ void Session::export_rows(size_t index, int64_t first, int64_t count, std::span<
   }
   if (spec.kind != StateKind::Ring) return state_->export_rows(index, first, count, out);
   const size_t row = row_bytes(spec.type, spec.row_elements());
-  ring_pieces(spec, payload_rows(spec, n), n, longest_, first, count, [&](int64_t slot, int64_t at, int64_t some) {
-    const auto part = out.subspan(static_cast<size_t>(at - first) * row, static_cast<size_t>(some) * row);
-    if (slot < 0)
-      std::fill(part.begin(), part.end(), std::byte{});
-    else
-      state_->export_rows(index, slot, some, part);
-  });
+  ring_pieces(spec, payload_rows(spec, n), n, seen(spec, n, longest_), first, count,
+              [&](int64_t slot, int64_t at, int64_t some) {
+                const auto part = out.subspan(static_cast<size_t>(at - first) * row, static_cast<size_t>(some) * row);
+                if (slot < 0)
+                  std::fill(part.begin(), part.end(), std::byte{});
+                else
+                  state_->export_rows(index, slot, some, part);
+              });
 }
 
 void Session::begin_import(std::span<const int32_t> ids, int64_t longest) {
@@ -293,11 +300,13 @@ void Session::import_rows(size_t index, int64_t first, int64_t count, std::span<
   if (spec.draft) clear_stale_drafts();
   if (spec.kind != StateKind::Ring) return state_->import_rows(index, first, count, in);
   const size_t row = row_bytes(spec.type, spec.row_elements());
-  ring_pieces(spec, payload_rows(spec, n), n, longest_, first, count, [&](int64_t slot, int64_t at, int64_t some) {
-    if (slot >= 0)
-      state_->import_rows(index, slot, some,
-                          in.subspan(static_cast<size_t>(at - first) * row, static_cast<size_t>(some) * row));
-  });
+  ring_pieces(spec, payload_rows(spec, n), n, seen(spec, n, longest_), first, count,
+              [&](int64_t slot, int64_t at, int64_t some) {
+                if (slot >= 0)
+                  state_->import_rows(
+                      index, slot, some,
+                      in.subspan(static_cast<size_t>(at - first) * row, static_cast<size_t>(some) * row));
+              });
 }
 
 void Session::finish_import(std::span<const float> logits) {

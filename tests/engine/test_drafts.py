@@ -420,6 +420,25 @@ def test_cut_forked_and_restored_sessions_guess_on(engines: Engines, kind: str) 
         assert saved(a) == saved(b)
 
 
+@pytest.mark.parametrize("kind", ["mtp", "dspark"])
+def test_a_restored_session_that_was_cut_is_the_live_one(engines: Engines, kind: str) -> None:
+    """Before it has reached its former length again: what it drafts from has been made since the cut, and is stored."""
+    engine = engines.open("pro", "cpu", kind)
+    tokens = prompt_of(engine, 120)
+    a = engine.new_session()
+    a.sync(tokens[:92])
+    a.rewind(76)
+    engine.step([Row(a, tokens[76:82])])
+    b = engine.new_session()
+    b.load(io.BytesIO(saved(a)))
+    for at in range(82, 86):
+        assert saved(a) == saved(b)
+        one, two = (guesses(engine, s, tokens[at], 5)[1].tobytes() for s in (a, b))
+        assert one == two
+        for session in (a, b):
+            engine.step([Row(session, [tokens[at]])])
+
+
 def test_drafts_are_forgotten_by_everything_else(engines: Engines) -> None:
     """What was evaluated ahead is taken in right behind its step, or never."""
     engine = engines.open("flash", "cpu", "mtp")
