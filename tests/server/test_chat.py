@@ -781,3 +781,24 @@ def test_apply_template(serve: Serve) -> None:
     assert server.engine.prompts == [rendered["prompt"]]
     assert rendered["n_tokens"] > 0
     assert openai_error(server.http.post("/v1/apply-template", json={}))["param"] == "messages"
+
+
+def test_keep_alives_say_how_far_the_new_part_of_a_prompt_is(serve: Serve) -> None:
+    """In tokens that no cache had: the second request is told about its suffix only."""
+    engine = ScriptedEngine("Fine.", prefill_token_seconds=0.0004)
+    server = serve(engine, slots=1, keepalive_seconds=0.05)
+    history: list[dict[str, str]] = [{"role": "user", "content": "x" * 1000}]
+    totals = []
+    for _ in range(2):
+        body = {"messages": history, "stream": True, "stream_options": {"include_usage": True}}
+        text = server.http.post("/v1/chat/completions", json=body).text
+        progress = [
+            (int(done), int(total)) for done, total in re.findall(r"^: prefill (\d+)/(\d+)$", text, re.MULTILINE)
+        ]
+        usage = json.loads(re.findall(r'^data: (\{.*"usage":\{.*)$', text, re.MULTILINE)[-1])["usage"]
+        new = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        assert progress and all(0 < done <= total == new for done, total in progress)
+        assert progress == sorted(progress)
+        totals.append(new)
+        history += [{"role": "assistant", "content": "Fine."}, {"role": "user", "content": "y" * 600}]
+    assert totals[1] < 700 < totals[0]
