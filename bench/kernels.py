@@ -33,8 +33,8 @@ from ds4 import _cpu
 REASONS = {
     "product one": "reads of matrices of 0.2 to 1 MB, begun anew by every thread after every operation; the head, one "
     "stream of 30 MB, shows what long reads reach",
-    "product few": "neither reading nor computing alone: weights arrive at a third of the reading peak, beside {dots} "
-    "dot products and {tail} multiplications of block scales on two pipes (at most {bound:.0%})",
+    "product few": "{dots} dot products and {tail} multiplications of block scales share two pipes (at most "
+    "{bound:.0%}); matrices are begun anew by every thread after every operation, and activations packed",
     "product many": "block scales: per 32 columns and token {dots} dot products and {tail} multiplications share two "
     "pipes, which bounds the kernel at {bound:.0%}; the rest is rounding and packing activations and storing results",
     "attention one": "keys and values of a head lie in pages of 8 KiB, read in turn; merging of segments",
