@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds4.cli.flags import (
     DRAFT_FLAGS,
@@ -27,11 +27,14 @@ from ds4.cli.flags import (
 )
 from ds4.cli.program import run_program
 from ds4.cli.terminal import work_bar
-from ds4.engine.types import EngineConfig, SamplingParams
+from ds4.engine.types import EngineConfig, Progress, SamplingParams
 from ds4.errors import ConfigError
 from ds4.prompt.registry import TEMPLATES
 from ds4.server.config import ServerConfig
 from ds4.server.kvpolicy import KvConfig
+
+if TYPE_CHECKING:
+    from ds4.engine.engine import Engine
 
 PROGRAM = "ds4-server"
 
@@ -279,26 +282,32 @@ def _read_keys(file: Path) -> tuple[str, ...]:
 
 
 async def _serve(config: ServerConfig) -> None:
-    from ds4.engine.engine import Engine
-    from ds4.server.app import App, check_address
-    from ds4.server.process import settle
+    from ds4.server.bind import check_address
 
     check_address(config.host, config.port)
     with work_bar("loading weights") as bar:
-        engine = Engine.open(config.engine, bar)
+        opening = asyncio.ensure_future(asyncio.to_thread(_open, config.engine, bar))
+        # The server's own modules take a while too.
+        from ds4.server.app import App
+        from ds4.server.process import settle
+
+        engine = await opening
     try:
         app = App(engine, config)
         await app.start()
-        # Vocabulary and tables live as long as the process: a collection that walks them all holds every stream up.
-        gc.collect()
-        gc.freeze()
+        settle()
         app.handle_signals()
         for line in app.startup_lines():
             log.info("%s", line)
-        settle()
         await app.serve()
     finally:
         engine.close()
+
+
+def _open(config: EngineConfig, progress: Progress | None) -> Engine:
+    from ds4.engine.engine import Engine
+
+    return Engine.open(config, progress)
 
 
 log = logging.getLogger("ds4.server")

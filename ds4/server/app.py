@@ -10,13 +10,12 @@ import json
 import logging
 import os
 import signal
-import socket
 from pathlib import Path
 
 from ds4.engine.types import EngineLike
-from ds4.errors import Ds4Error
 from ds4.prompt.registry import syntax_of
 from ds4.server.api.service import Service
+from ds4.server.bind import BindError, reason
 from ds4.server.bridge import Bridge
 from ds4.server.checkpoints import Checkpoints
 from ds4.server.config import ServerConfig
@@ -33,22 +32,6 @@ from ds4.server.tool_memory import ToolMemory
 log = logging.getLogger("ds4.server")
 
 _GIB = float(1 << 30)
-
-
-class BindError(Ds4Error):
-    """The server cannot listen where it was told to."""
-
-
-def check_address(host: str, port: int) -> None:
-    """Raises BindError when nothing can listen there: better told before a model is loaded than after."""
-    name = "127.0.0.1" if host == "localhost" else host.strip("[]")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise BindError(f"cannot listen on {host}:{port}: {_reason(error)}") from None
 
 
 class App:
@@ -113,7 +96,7 @@ class App:
         except OSError as error:
             if self._store is not None:
                 self._store.close()
-            raise BindError(f"cannot listen on {config.host}:{config.port}: {_reason(error)}") from None
+            raise BindError(f"cannot listen on {config.host}:{config.port}: {reason(error)}") from None
         self._thread = EngineThread(self.engine, self._scheduler)
         self._thread.start()
 
@@ -125,7 +108,7 @@ class App:
         try:
             return KvStore(kv, self.engine, tool_memory=tool_memory if self.config.exact_tool_replay else None)
         except OSError as error:
-            log.error("kv cache disabled: %s: %s", kv.directory, _reason(error))
+            log.error("kv cache disabled: %s: %s", kv.directory, reason(error))
             return None
 
     def _checkpoints(self) -> Checkpoints | None:
@@ -216,7 +199,3 @@ def _huge_pages(status: Path = Path("/proc/self/smaps_rollup")) -> str:
         return "unknown"
     kib = next((int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:")), 0)
     return f"{kib / (1 << 20):.2f} GiB" if kib else "no"
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

@@ -20,7 +20,8 @@ import pytest
 
 from ds4.cli.server import main
 from ds4.engine.types import EngineConfig
-from ds4.server.app import App, BindError, check_address
+from ds4.server.app import App
+from ds4.server.bind import BindError, check_address
 from ds4.server.config import ServerConfig
 from ds4.server.routes import local_path
 from ds4.testing import Script, ScriptedEngine
