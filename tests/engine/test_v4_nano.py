@@ -88,6 +88,24 @@ def test_logits_in_f32(wide: Engine, cases: dict[str, Any], case: str) -> None:
     assert ids == c["greedy_ids"][:8]
 
 
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Engine]:
+    engine = Engine.open(EngineConfig(model=FOLDER, backend="reference", ctx=2048, threads=2, kv_qat=False))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_itself_on_the_oracle(oracle: Engine, cases: dict[str, Any], case: str) -> None:
+    """BF16 weights as they are, in a backend that rounds no activations."""
+    c = cases[case]
+    logits, ids = greedy(oracle, c["prompt_ids"], 8)
+    error = float(np.abs(logits[c["top10_ids"]] - c["top10_logits"]).max())
+    print(case, "largest error of the ten best logits:", error)
+    assert error < 1e-4
+    assert ids == c["greedy_ids"][:8]
+
+
 def greedy(engine: Engine, prompt: list[int], n: int) -> tuple[Any, list[int]]:
     """(logits after the prompt, the next n tokens)"""
     session = engine.new_session()
