@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from bench import report, serve
+from bench.http_server import free_port
+from bench.neighbour import neighbour
 from ds4.engine.demo import demo_model_path
 
 WIDTH, NEW_TOKENS, WORDS, CONTEXT = 16, 96, 24, 1024
@@ -37,12 +38,6 @@ FIGURES = (
     ("ITL p99, ms", ("itl_ms", "p99")),
     ("resident, MiB", ("server_rss_mib",)),
 )
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextmanager
@@ -69,26 +64,10 @@ def serving(command: list[str], port: int) -> Iterator[tuple[str, int]]:
         process.wait(30)
 
 
-@contextmanager
-def neighbour(wanted: bool) -> Iterator[None]:
-    """A process that keeps one core busy."""
-    if not wanted:
-        yield
-        return
-    core = max(os.sched_getaffinity(0))
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    os.sched_setaffinity(busy.pid, {core})
-    try:
-        yield
-    finally:
-        busy.kill()
-        busy.wait()
-
-
 def load(url: str, pid: int, seed: int, busy: bool) -> dict[str, Any]:
     options = ["--url", url, "--concurrency", str(WIDTH), "--requests", str(WIDTH), "--max-tokens", str(NEW_TOKENS)]
     options += ["--input-words", str(WORDS), "--exact", "--seed", str(seed), "--warmup", "0", "--pid", str(pid)]
-    with neighbour(busy):
+    with neighbour() if busy else nullcontext():
         result = serve.measure(serve.parser().parse_args(options))
     if result["rejected"] or result["complete"] != WIDTH:
         raise RuntimeError(f"incomplete run: {result['rejected']}")

@@ -28,6 +28,7 @@ WORK: list[tuple[str, str, dict[str, int]]] = [
 
 @contextmanager
 def neighbour() -> Iterator[None]:
+    """A process that keeps one core busy."""
     process = subprocess.Popen(["taskset", "-c", "0", sys.executable, "-c", "while True: pass"])
     try:
         yield

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ds4.engine import payload
+from ds4.engine.encoding import SPECIAL_KEY_BYTE
 from ds4.errors import CheckpointError, ConfigError, printable
 from ds4.server import kvfile
-from ds4.server.keys import SPECIAL
 from ds4.server.kvdir import Entry, lock_directory, scan, sync_directory, temporary_files
 from ds4.server.kvfile import DamagedFile
 from ds4.server.kvpolicy import score, victims
@@ -138,11 +138,11 @@ def spelled(key: bytes) -> str:
     parts: list[str] = []
     at = 0
     while at < len(key):
-        if key[at] == SPECIAL:
+        if key[at] == SPECIAL_KEY_BYTE:
             parts.append(f"<|#{int.from_bytes(key[at + 1 : at + 5], 'little')}|>")
             at += 5
             continue
-        end = key.find(SPECIAL, at)
+        end = key.find(SPECIAL_KEY_BYTE, at)
         end = len(key) if end < 0 else end
         parts.append("\n".join(printable(line) for line in key[at:end].decode("utf-8", "replace").split("\n")))
         at = end

@@ -182,12 +182,12 @@ class PromptEncoder:
         yield run, None, len(segments)
 
     def _known_run(self, run: list[str]) -> EncodedPrompt | None:
-        return self._runs.get(run[0] if len(run) == 1 else tuple(run))
+        return self._runs.get(_name(run))
 
     def _new_run(self, run: list[str]) -> EncodedPrompt:
         text = well_formed("".join(run))
         made = EncodedPrompt(_frozen(self._encode(text)), text.encode())
-        self._runs.put(run[0] if len(run) == 1 else tuple(run), made, made.ids.nbytes + 2 * len(made.key) + _ENTRY_COST)
+        self._runs.put(_name(run), made, made.ids.nbytes + 2 * len(made.key) + _ENTRY_COST)
         return made
 
     # ---- whole prompts
@@ -215,6 +215,10 @@ class PromptEncoder:
             self._prompts[self._count] = known
             while self._prompts_cost > _PROMPTS_COST:
                 self._prompts_cost -= self._prompts.popitem(last=False)[1].cost
+
+
+def _name(run: list[str]) -> str | tuple[str, ...]:
+    return run[0] if len(run) == 1 else tuple(run)
 
 
 def _joined(parts: list[Ids]) -> Ids:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ds4.engine.encoding import SPECIAL_KEY_BYTE, special_key
 from ds4.prompt.types import Conversation, Message, Renderer
 
 if TYPE_CHECKING:
     from ds4.engine.tokenizer import Tokenizer
 
-SPECIAL = 0xFF
-_SPECIAL_BYTES = 5
+_SPECIAL_BYTES = len(special_key(0))
 _NEXT = Message("user", "?")
 
 
@@ -39,10 +39,10 @@ class _Pieces(dict[int, bytes]):
         tokenizer = self._tokenizer()
         assert tokenizer is not None
         if tokenizer.is_special(token):
-            key = b"\xff" + token.to_bytes(4, "little")
+            key = special_key(token)
         else:
             key = tokenizer.token_bytes(token)
-            if SPECIAL in key:
+            if SPECIAL_KEY_BYTE in key:
                 raise _Ambiguous
         self[token] = key
         return key
@@ -71,7 +71,7 @@ def tokens_of_key(tokenizer: Tokenizer, key: bytes) -> list[int] | None:
     at = 0
     try:
         while at < len(key):
-            if key[at] == SPECIAL:
+            if key[at] == SPECIAL_KEY_BYTE:
                 tokens.append(int.from_bytes(key[at + 1 : at + _SPECIAL_BYTES], "little"))
                 at += _SPECIAL_BYTES
                 continue

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ds4.engine.encoding import EncodedPrompt
+from ds4.engine.encoding import EncodedPrompt, special_key
 
 BYTES = 256
 FIRST_PIECE = 1024
@@ -112,12 +112,12 @@ class ScriptedTokenizer:
                 parts.append(segment.encode("utf-8", "replace"))
             else:
                 token = self._add_special(str(getattr(segment, "text")))  # noqa: B009 - duck-typed on purpose
-                parts.append(b"\xff" + token.to_bytes(4, "little"))
+                parts.append(special_key(token))
         return b"".join(parts)
 
     def key_bytes_of_ids(self, ids: Iterable[int]) -> bytes:
         specials = set(self._special_ids.values())
-        return b"".join(b"\xff" + i.to_bytes(4, "little") if i in specials else self._table[i] for i in ids)
+        return b"".join(special_key(i) if i in specials else self._table[i] for i in ids)
 
     def piece_id(self, piece: bytes) -> int:
         """The id of a piece that is one token, whatever its length; learned on first use.

@@ -12,11 +12,10 @@ import httpx
 import openai
 import pytest
 
-from ds4.engine.demo import demo_model_path
 from ds4.engine.engine import Engine
 from ds4.engine.types import EngineConfig, SamplingParams
-from ds4.errors import ConfigError
 from ds4.server.config import ServerConfig
+from tests.support.engines import opened
 from tests.support.running_server import RunningServer
 
 QUESTIONS = (
@@ -35,16 +34,11 @@ N_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    try:
-        demo_model_path()
-    except ConfigError as error:
-        pytest.skip(str(error))
     config = EngineConfig(ctx=1024, slots=N_CLIENTS, threads=2)
-    engine = Engine.open(config)
-    running = RunningServer(engine, ServerConfig(engine=config, port=0))
-    yield running
-    running.stop()
-    engine.close()
+    with opened(config) as engine:
+        running = RunningServer(engine, ServerConfig(engine=config, port=0))
+        yield running
+        running.stop()
 
 
 def streamed(url: str, question: str, **fields: object) -> str:

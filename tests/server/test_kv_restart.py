@@ -6,44 +6,27 @@ which cannot be cut far back.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds4.engine.demo import demo_model_path
 from ds4.engine.engine import Engine
 from ds4.engine.types import EngineConfig
-from ds4.errors import ConfigError
 from ds4.server.config import ServerConfig
 from ds4.server.kvpolicy import KvConfig
+from tests.support.engines import MODELS, opened
 from tests.support.running_server import RunningServer
 
 ENGINE = EngineConfig(ctx=1024, slots=1, threads=2)
 SYSTEM = "You are a helpful assistant for a small library. " + "Books are lent for four weeks. " * 12
 
 
-V4_NANO = Path(os.environ.get("DS4_TEST_MODELS", "")) / "v4-nano" / "v4-nano-q8_0.gguf"
-
-
-@pytest.fixture(scope="module", params=["demo", "v4-nano"])
+@pytest.fixture(scope="module", params=MODELS)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    config = ENGINE
-    if request.param == "v4-nano":
-        if not V4_NANO.is_file():
-            pytest.skip("DS4_TEST_MODELS names no folder with v4-nano")
-        config = replace(ENGINE, model=V4_NANO)
-    else:
-        try:
-            demo_model_path()
-        except ConfigError as error:
-            pytest.skip(str(error))
-    engine = Engine.open(config)
-    yield engine
-    engine.close()
+    with opened(ENGINE, request.param) as engine:
+        yield engine
 
 
 class Server(RunningServer):

@@ -13,14 +13,12 @@ import jsonschema
 import openai
 import pytest
 
-from ds4.engine.demo import demo_model_path
-from ds4.engine.engine import Engine
 from ds4.engine.types import EngineConfig
-from ds4.errors import ConfigError
 from ds4.prompt.call_grammar import MAX_CALLS
 from ds4.server.config import ServerConfig
 from ds4.testing import Script, ScriptedEngine
 from tests.support.api import chunks, openai_error
+from tests.support.engines import opened
 from tests.support.running_server import RunningServer, Serve
 from tests.support.schemas import random_parameters, random_schema
 
@@ -43,17 +41,12 @@ def function(name: str, parameters: object, **members: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    try:
-        demo_model_path()
-    except ConfigError as error:
-        pytest.skip(str(error))
     config = EngineConfig(ctx=2048, slots=SLOTS, threads=2)
-    engine = Engine.open(config)
-    running = RunningServer(engine, ServerConfig(engine=config, port=0))
-    running.http.timeout = 240
-    yield running
-    running.stop()
-    engine.close()
+    with opened(config) as engine:
+        running = RunningServer(engine, ServerConfig(engine=config, port=0))
+        running.http.timeout = 240
+        yield running
+        running.stop()
 
 
 def ask(server: RunningServer, **fields: Any) -> dict[str, Any]:

@@ -14,12 +14,10 @@ import openai
 import pydantic
 import pytest
 
-from ds4.engine.demo import demo_model_path
-from ds4.engine.engine import Engine
 from ds4.engine.types import EngineConfig
-from ds4.errors import ConfigError
 from ds4.server.config import ServerConfig
 from tests.support.api import openai_error, openai_sdk
+from tests.support.engines import opened
 from tests.support.running_server import RunningServer
 
 PERSON = {
@@ -39,17 +37,12 @@ QUESTION = "Describe a person."
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    try:
-        demo_model_path()
-    except ConfigError as error:
-        pytest.skip(str(error))
     config = EngineConfig(ctx=1024, slots=2, threads=2)
-    engine = Engine.open(config)
-    running = RunningServer(engine, ServerConfig(engine=config, port=0))
-    running.http.timeout = 240
-    yield running
-    running.stop()
-    engine.close()
+    with opened(config) as engine:
+        running = RunningServer(engine, ServerConfig(engine=config, port=0))
+        running.http.timeout = 240
+        yield running
+        running.stop()
 
 
 def ask(server: RunningServer, path: str, **body: Any) -> dict[str, Any]:

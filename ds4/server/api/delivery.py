@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -80,7 +81,7 @@ async def send(
         cancel()
 
 
-class _Delivery:
+class _Delivery(ABC):
     """Takes the events of all choices; `run` returns when the response has its end or the client is gone."""
 
     def __init__(self, choices: Sequence[Pending], answer: Answer) -> None:
@@ -90,11 +91,13 @@ class _Delivery:
         self._woken = False
         self._waiter: asyncio.Future[None] | None = None
 
+    @abstractmethod
     def _take(self, choice: int, batch: Sequence[Event]) -> None:
-        raise NotImplementedError
+        """What a step brought for one choice."""
 
+    @abstractmethod
     def _failed(self, error: Exception) -> None:
-        raise NotImplementedError
+        """Tells the client that its answer could not be written."""
 
     async def run(self) -> None:
         for choice, pending in enumerate(self._choices):
@@ -106,8 +109,9 @@ class _Delivery:
             self._woken = False
             await self._catch_up()
 
+    @abstractmethod
     async def _catch_up(self) -> None:
-        """After a wake-up."""
+        """After a wake-up: sends what had to wait."""
 
     def take(self, choice: int, batch: Sequence[Event]) -> None:
         """Called by the bridge, which serves other requests next: nothing may leave from here."""
