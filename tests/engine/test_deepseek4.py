@@ -199,6 +199,28 @@ def test_rewound_sessions_continue(engine: Engine) -> None:
         assert same(feed(engine, session, tokens[total - back :], 7), after(engine, tokens)), back
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_position_is_saved_and_every_rewind_continues(engines: Engines, variant: str) -> None:
+    """All positions of the whole prompt, and cuts by every number of tokens that a window holds."""
+    engine = engines.open(variant, "cpu", True)
+    tokens = prompt_of(engine)
+    session, restored = engine.new_session(), engine.new_session()
+    for position in range(1, len(tokens)):
+        engine.step([Row(session, [tokens[position - 1]], want_logits=True)])
+        file = io.BytesIO()
+        session.save(file)
+        file.seek(0)
+        restored.load(file)
+        assert same(restored.logits(), session.logits()), position
+        assert same(feed(engine, restored, tokens[position:], 64), after(engine, tokens)), position
+    for back in range(1, 129):
+        restored.clear()
+        feed(engine, restored, tokens, 64)
+        restored.rewind(len(tokens) - back)
+        assert same(feed(engine, restored, tokens[len(tokens) - back :], 7), after(engine, tokens)), back
+
+
 def test_a_rewind_too_far_is_refused(engines: Engines) -> None:
     engine = engines.open("flash", "cpu", True)
     tokens = tiny("flash").prompt()
