@@ -1,7 +1,7 @@
 // y = W x. Every weight byte is read once for up to 32 rows of x, once for 64 rows beyond that.
 //
 // Bytes: the weights once, 1.4 bytes per activation. Operations: 2 * rows * cols * T; block formats use the matrix
-// units on int8 (linear_blocks.h), which are far from their limit, so what counts is the decoding: 10 to 40
+// units on int8 (block_products.h), which are far from their limit, so what counts is the decoding: 10 to 40
 // instructions of a warp for 512 weights, and 12 to add their products to eight rows.
 //
 // Activations for block formats are rounded once per row to int8 in blocks of 32 with an f32 scale. For float types a

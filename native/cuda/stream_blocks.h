@@ -1,0 +1,422 @@
+// Block formats and few rows of activations: the kernel that streams the weights (linear.h), and its launch.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/block_products.h"
+
+namespace ds4::cuda {
+
+// The pairs of few rows sorted by expert, up to eight of an expert together.
+struct Leaders {
+  int count;
+  int votes[kMostPairs / 32];
+  int expert[kMostPairs];
+  int16_t members[kMostPairs][8];
+  int16_t size[kMostPairs];
+
+  __device__ __forceinline__ void find(const int32_t* experts, int pairs, int* scratch) {
+    const int p = threadIdx.x;
+    if (p < pairs) scratch[p] = experts[p];
+    __syncthreads();
+    bool leads = false;
+    if (p < kMostPairs) {
+      if (p < pairs) {
+        int before = 0;
+        for (int i = 0; i < p; ++i) before += scratch[i] == scratch[p];
+        leads = before % 8 == 0;
+      }
+      const unsigned vote = __ballot_sync(0xFFFFFFFFu, leads);
+      if (p % 32 == 0) votes[p / 32] = __popc(vote);
+      __syncwarp();
+      if (leads) {
+        int n = 0;
+        int16_t own[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) own[i] = static_cast<int16_t>(p);
+        for (int i = p; i < pairs && n < 8; ++i)
+          if (scratch[i] == scratch[p]) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k)
+              if (k == n) own[k] = static_cast<int16_t>(i);
+            ++n;
+          }
+        scratch[kMostPairs + p] = n;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) members[p][k] = own[k];
+      }
+    }
+    __syncthreads();
+    // Into places without gaps; what is read here is in registers before anything is written.
+    int at = 0;
+    int16_t own[8], n = 0;
+    if (p < kMostPairs) {
+      for (int i = 0; i < p / 32; ++i) at += votes[i];
+      at += __popc(__ballot_sync(0xFFFFFFFFu, leads) & ((1u << (p % 32)) - 1u));
+      if (leads) {
+        n = static_cast<int16_t>(scratch[kMostPairs + p]);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) own[k] = members[p][k];
+      }
+    }
+    __syncthreads();
+    if (leads) {
+      expert[at] = scratch[p];
+      size[at] = n;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) members[at][k] = own[k];
+    }
+    if (p == 0) {
+      int all = 0;
+      for (const int v : votes) all += v;
+      count = all;
+    }
+    __syncthreads();
+  }
+};
+
+// The planes' parts of one unit of work of a warp in shared memory: up to kRows tile rows of one chain.
+template <DType type, int kRows>
+struct UnitBytes {
+  using L = Layout<type>;
+  static constexpr int kQ = kChainTiles * 256 * L::kQ, kH = kChainTiles * 256 * L::kH, kS = kChainTiles * 16 * L::kS,
+                       kD = kChainTiles / 2 * 16 * L::kD, kRow = kQ + kH + kS + kD, kAll = kRow * kRows;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+// Copies `bytes` (a multiple of 16) to shared memory; `barrier` counts their arrival.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Bytes of shared memory that stream_blocks wants beside what it declares, and whether it copies weights there.
+template <DType type>
+constexpr bool kBulk = Layout<type>::kQ < 8;
+template <DType type, int NT>
+constexpr int kUnitRows = Layout<type>::kQ == 2 && NT == 1 ? 2 : 1;
+template <DType type, int NT>
+constexpr int kStreamBytes = kBulk<type> ? 2 * kBlockWarps * UnitBytes<type, kUnitRows<type, NT>>::kAll : 0;
+
+// Few rows of activations: weights stream from memory through registers (Q8_0) or through shared memory (smaller
+// blocks, whose decoding leaves no registers to wait with), and on into the matrix units. A warp computes one chain of
+// one tile row (of two where blocks are small); blocks of threads stay and take the next tile rows when they are done,
+// the weights on their way while others are computed. kOne: one row of activations for every slab.
+template <DType type, int NT, bool kOne>
+__global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(Planes w, Activations x, LinearArgs p) {
+  using L = Layout<type>;
+  constexpr int kRows = kUnitRows<type, NT>;  // tile rows of a warp
+  constexpr int kRing = 2;                    // tiles of Q8_0 on their way
+  constexpr int kTiles = kChainTiles * kRows;
+  constexpr int kCopies = type == DType::IQ2_XXS ? (NT == 1 ? 16 : 8) : 0;
+  constexpr bool kLeads = NT == 1 && !kOne;
+  using Bytes = UnitBytes<type, kRows>;
+  extern __shared__ uint4 dynamic[];
+  __shared__ uint64_t arrivals[kBlockWarps][2];
+  struct Unit {
+    uint32_t tile, super;
+    int chain, tiles, rows;
+  };
+  // An item: a slab (or a leader of pairs) and a group of tile rows.
+  struct Item {
+    int lead, group;
+  };
+  __shared__ float part[2][kBlockWarps][kRows * NT * 128];
+  __shared__ Grid<kCopies> grid;
+  __shared__ Leaders leaders;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int chains = (p.tiles_k + kChainTiles - 1) / kChainTiles, at_once = min(chains, kBlockWarps);
+  const int passes = (chains + at_once - 1) / at_once, warp_rows = kBlockWarps / at_once;
+  const int groups = (p.tiles_m + warp_rows * kRows - 1) / (warp_rows * kRows), sub = warp / at_once;
+  const TileReader<type> reader(w, lane);
+  int leads = p.slabs;
+  if (p.experts) {
+    begin_kernel();  // whose experts to read is the result of the kernel before
+    leads = static_cast<int>(p.n_items);
+    if constexpr (kLeads) {
+      leaders.find(p.experts, leads, reinterpret_cast<int*>(part));
+      leads = leaders.count;
+    }
+  }
+  const auto slab_of = [&](int lead) {
+    if (!p.experts) return lead;
+    if constexpr (kLeads) return leaders.expert[lead];
+    return p.experts[lead];
+  };
+  const auto advance = [&](Item& item, int by) {
+    item.group += by;
+    while (item.group >= groups) item.group -= groups, ++item.lead;
+  };
+  const auto unit_of = [&](const Item& item, int pass) {
+    Unit u{};
+    if (item.lead >= leads) return u;
+    const int tile_row = (item.group * warp_rows + sub) * kRows;
+    u.chain = pass * at_once + warp % at_once;
+    if (sub >= warp_rows || tile_row >= p.tiles_m || u.chain >= chains) return u;
+    const uint32_t row = static_cast<uint32_t>(slab_of(item.lead) * p.tiles_m + tile_row);
+    u.tile = row * p.tiles_k + u.chain * kChainTiles;
+    u.super = row * (p.tiles_k / 2) + u.chain * (kChainTiles / 2);
+    u.tiles = min(kChainTiles, p.tiles_k - u.chain * kChainTiles);
+    u.rows = min(kRows, p.tiles_m - tile_row);
+    return u;
+  };
+  RawTile<type> raw[kBulk<type> ? 1 : kRing];
+  // Tile `i` of a unit: column i / kRows of its tile row i % kRows.
+  const auto load = [&](const Unit& u, int i) {
+    const int column = i / kRows, row = i % kRows;
+    if (column < u.tiles && row < u.rows)
+      reader.all(raw[i % kRing], u.tile + row * p.tiles_k + column, u.super + row * (p.tiles_k / 2) + column / 2);
+  };
+  // The warp's two stages. Its units follow each other in them; `coming` is the next one to copy.
+  uint8_t* const stages = reinterpret_cast<uint8_t*>(dynamic) + warp * (2 * Bytes::kAll);
+  const auto copy = [&](const Unit& u, int stage) {
+    if (lane != 0 || u.tiles == 0) return;
+    const uint32_t barrier = shared_address(&arrivals[warp][stage]);
+    const int pairs = (u.tiles + 1) / 2;
+    const int each = u.tiles * (256 * L::kQ + 256 * L::kH + 16 * L::kS) + pairs * (16 * L::kD);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(each * u.rows)
+                 : "memory");
+    for (int row = 0; row < u.rows; ++row) {
+      const uint32_t to = shared_address(stages + stage * Bytes::kAll + row * Bytes::kRow);
+      const uint64_t tile = u.tile + row * p.tiles_k, super = u.super + row * (p.tiles_k / 2);
+      copy_bulk(to, w.q + tile * (256 * L::kQ), u.tiles * (256 * L::kQ), barrier);
+      if (L::kH > 0) copy_bulk(to + Bytes::kQ, w.h + tile * (256 * L::kH), u.tiles * (256 * L::kH), barrier);
+      copy_bulk(to + Bytes::kQ + Bytes::kH, w.s + tile * (16 * L::kS), u.tiles * (16 * L::kS), barrier);
+      if (L::kD > 0)
+        copy_bulk(to + Bytes::kQ + Bytes::kH + Bytes::kS, w.d + super * (16 * L::kD), pairs * (16 * L::kD), barrier);
+    }
+  };
+  Item item{0, 0};
+  advance(item, static_cast<int>(blockIdx.x));
+  Unit unit = unit_of(item, 0);
+  Item coming = item;
+  int coming_pass = 0;
+  const auto next_coming = [&] {
+    if (++coming_pass < passes) return;
+    coming_pass = 0;
+    advance(coming, static_cast<int>(gridDim.x));
+  };
+  uint32_t parity = 0;  // bit s: of stage s
+  if constexpr (kBulk<type>) {
+    if (lane == 0) {
+      for (int stage = 0; stage < 2; ++stage)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrivals[warp][stage])) : "memory");
+      asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncwarp();
+    for (int stage = 0; stage < 2; ++stage) {
+      copy(unit_of(coming, coming_pass), stage);
+      next_coming();
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRing; ++i) load(unit, i);
+  }
+  if constexpr (kCopies > 0) {
+    grid.fill(w);
+    __syncthreads();
+  }
+  const uint32_t book = grid.address(lane);
+  const Bias bias;
+  if (!p.experts) begin_kernel();
+
+  int buffer = 0;  // also the stage of the unit
+  float total0 = 0.0f, total1 = 0.0f;
+  while (item.lead < leads) {
+    Item following = item;
+    advance(following, static_cast<int>(gridDim.x));
+    const int slab = slab_of(item.lead);
+    // The lane's token: a column of B, and the one whose scales it holds.
+    int64_t own = kOne ? 0 : g, column = 0;
+    bool single = kOne;
+    if (p.experts) {
+      int token = item.lead;
+      if constexpr (kLeads) {
+        token = leaders.members[item.lead][g];
+        single = leaders.size[item.lead] == 1;
+      }
+      token /= p.per_row;
+      own = (token >> 3) * x.blocks * 8 + (token & 7);
+    } else {
+      column = slab * (p.cols / 32);
+    }
+    for (int pass = 0; pass < passes; ++pass) {
+      const Unit next = pass + 1 < passes ? unit_of(item, pass + 1) : unit_of(following, 0);
+      float acc[kRows][NT][4];
+#pragma unroll
+      for (int i = 0; i < kRows * NT * 4; ++i) acc[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
+      const int64_t block0 = column + unit.chain * (kChainTiles * kTileBlocks);
+      const int8_t* xq = x.q + (own + block0 * 8) * 32 + 8 * t;
+      const float* xd = x.d + own + (block0 + t) * 8;
+      const float2* xs = x.sums + own + (block0 + t) * 8;
+      asm volatile("" : "+l"(xq), "+l"(xd), "+l"(xs));  // addresses stay in registers
+      const auto compute = [&](auto one) {
+        constexpr bool kSingle = decltype(one)::value;
+        struct Tokens {
+          float dx[NT];
+          float2 sums[NT];
+          uint2 code[NT][kTileBlocks];
+        };
+        const auto tokens_of = [&](int j, Tokens& in) {
+#pragma unroll
+          for (int n = 0; n < NT; ++n) {
+            const int64_t at = n * x.blocks * 8 + j * (kTileBlocks * 8);
+            in.dx[n] = __ldg(xd + at);
+            if constexpr (L::kMin) in.sums[n] = __ldg(xs + at);
+#pragma unroll
+            for (int b = 0; b < kTileBlocks; ++b) {
+              in.code[n][b] = make_uint2(0, 0);
+              if (!kSingle || g == 0) in.code[n][b] = __ldg(reinterpret_cast<const uint2*>(xq + (at + b * 8) * 32));
+            }
+          }
+        };
+        Tokens in;
+#pragma unroll
+        for (int j = 0; j < kChainTiles; ++j) {
+          if (j < unit.tiles) {
+            tokens_of(j, in);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+              if (kRows > 1 && r >= unit.rows) continue;
+              if constexpr (kBulk<type>) {
+                const uint8_t* at = stages + buffer * Bytes::kAll + r * Bytes::kRow;
+                const Planes copied{at, at + Bytes::kQ, at + Bytes::kQ + Bytes::kH,
+                                    at + Bytes::kQ + Bytes::kH + Bytes::kS, nullptr};
+                TileReader<type, true>(copied, lane).all(raw[0], j, j / 2);
+              }
+              const RawTile<type>& tile = raw[kBulk<type> ? 0 : (j * kRows + r) % kRing];
+              const OwnScales<type> own_scales(tile, lane);
+              if constexpr (kSingle) {
+                const Products p0 = products_of<type>(own_scales.row[0], in.dx[0], in.sums[0]),
+                               p1 = products_of<type>(own_scales.row[1], in.dx[0], in.sums[0]);
+#pragma unroll
+                for (int b = 0; b < kTileBlocks; ++b) {
+                  int a[4];
+                  decode_codes<type, kCopies>(tile, b, book, lane, a);
+                  add_single<type>(acc[r][0], a, p0, p1, lane, (lane & 28) + b, in.code[0][b], bias);
+                }
+              } else {
+#pragma unroll
+                for (int b = 0; b < kTileBlocks; ++b) {
+                  int a[4];
+                  decode_codes<type, kCopies>(tile, b, book, lane, a);
+                  Scales s[2];
+                  const int from = (lane & 28) + b;
+#pragma unroll
+                  for (int hi = 0; hi < 2; ++hi) {
+                    const Scales& o = own_scales.row[hi];
+                    s[hi].d = from_lane(o.d, from);
+                    if (L::kHalves) s[hi].e = from_lane(o.e, from);
+                    if (L::kMin) s[hi].m0 = from_lane(o.m0, from), s[hi].m1 = from_lane(o.m1, from);
+                  }
+#pragma unroll
+                  for (int n = 0; n < NT; ++n) {
+                    const int first = 8 * t + b, second = first + 4;  // lanes 4 (2t) + b and 4 (2t + 1) + b
+                    const float2 two = make_float2(from_lane(in.dx[n], first), from_lane(in.dx[n], second));
+                    float4 two_sums = make_float4(0, 0, 0, 0);
+                    if constexpr (L::kMin)
+                      two_sums = make_float4(from_lane(in.sums[n].x, first), from_lane(in.sums[n].y, first),
+                                             from_lane(in.sums[n].x, second), from_lane(in.sums[n].y, second));
+                    add_block<type>(acc[r][n], a, s[0], s[1], lane, in.code[n][b], two, two_sums, bias);
+                  }
+                }
+              }
+            }
+          }
+          if constexpr (!kBulk<type>) {
+            const int i = j + kRing;
+            if (i < kTiles)
+              load(unit, i);
+            else
+              load(next, i - kTiles);
+          }
+        }
+      };
+      if (kBulk<type> && unit.tiles > 0) {
+        wait_for(shared_address(&arrivals[warp][buffer]), parity >> buffer & 1u);
+        parity ^= 1u << buffer;
+      }
+      if (single)
+        compute(std::true_type{});
+      else if constexpr (!kOne)
+        compute(std::false_type{});
+      if constexpr (kBulk<type>) {
+        __syncwarp();
+        copy(unit_of(coming, coming_pass), buffer);
+        next_coming();
+      }
+#pragma unroll
+      for (int i = 0; i < kRows * NT; ++i) {
+        float2* to = reinterpret_cast<float2*>(part[buffer][warp] + i * 128) + lane;
+        to[0] = make_float2(acc[i / NT][i % NT][0], acc[i / NT][i % NT][1]);
+        to[32] = make_float2(acc[i / NT][i % NT][2], acc[i / NT][i % NT][3]);
+      }
+      __syncthreads();
+      // A thread adds the chains of rows g and g + 8 for one token. With several passes there is one for each thread.
+      constexpr int kEach = kOne ? 8 : 64;
+      const int here = min(at_once, chains - pass * at_once);
+      for (int o = threadIdx.x; o < warp_rows * kRows * NT * kEach; o += kBlockThreads) {
+        const int of = o / (kRows * NT * kEach), in = o / kEach % (kRows * NT), n = in % NT;
+        const int at = kOne ? o % kEach * 8 : o % kEach;
+        const float* from = part[buffer][of * at_once] + in * 128 + at;
+        float v0[kBlockWarps], v1[kBlockWarps];
+#pragma unroll
+        for (int c = 0; c < kBlockWarps; ++c)
+          if (c < here) v0[c] = from[c * (kRows * NT * 128)], v1[c] = from[c * (kRows * NT * 128) + 64];
+        total0 = pass == 0 ? v0[0] : total0 + v0[0];
+        total1 = pass == 0 ? v1[0] : total1 + v1[0];
+#pragma unroll
+        for (int c = 1; c < kBlockWarps; ++c)
+          if (c < here) total0 = total0 + v0[c], total1 = total1 + v1[c];
+        if (pass + 1 < passes) continue;
+        const int tile_row = (item.group * warp_rows + of) * kRows + in / NT, token = n * 8 + at % 8;
+        if (tile_row >= p.tiles_m) continue;
+        int64_t out_row = token;
+        if (kOne) {
+          out_row = p.experts ? item.lead : 0;
+        } else if (p.experts) {
+          if (token >= leaders.size[item.lead]) continue;
+          out_row = leaders.members[item.lead][token % 8];
+        } else if (token >= p.T) {
+          continue;
+        }
+        finish_pair(p, slab, tile_row, at / 8, out_row, total0, total1);
+      }
+      buffer ^= 1;
+      unit = next;
+    }
+    item = following;
+  }
+}
+
+template <DType type, int NT, bool kOne>
+void launch_stream(const Device& device, const Planes& w, const Activations& x, const LinearArgs& p) {
+  constexpr auto kernel = stream_blocks<type, NT, kOne>;
+  constexpr int bytes = kStreamBytes<type, NT>;
+  static int resident = 0;  // blocks of threads that a multiprocessor holds
+  if (resident == 0) {
+    if (bytes > 0) DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    DS4_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kBlockThreads, bytes));
+    resident = std::max(1, resident);
+  }
+  const int chains = (p.tiles_k + kChainTiles - 1) / kChainTiles;
+  const int tile_rows = kBlockWarps / std::min(chains, kBlockWarps) * kUnitRows<type, NT>;
+  const int64_t items = (p.experts ? p.n_items : p.slabs) * ((p.tiles_m + tile_rows - 1) / tile_rows);
+  launch_kernel(device.stream(), static_cast<unsigned>(std::min<int64_t>(items, resident * device.multiprocessors())),
+                kBlockThreads, bytes, kernel, w, x, p);
+}
+
+}  // namespace ds4::cuda
