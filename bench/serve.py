@@ -14,13 +14,15 @@ A stream counts only if the status is 200, every event parses, none is an error,
 the body ended as its HTTP framing says, and with --exact the token count is --max-tokens. Everything else is
 rejected: left out of the latencies, listed by reason, and the exit status is 1.
 
-The client speaks HTTP by itself, so that it takes little of the cores that it shares with the server.
+The client speaks HTTP by itself and reads an answer when it has ended, so that it takes little of the cores that it
+shares with the server; its own CPU seconds stand beside the figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import itertools
 import json
 import random
@@ -30,8 +32,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
+
+import uvloop
 
 from bench import report
 
@@ -103,43 +107,113 @@ class Events:
         self.usage = body.get("usage") or self.usage
 
 
-class Connection:
-    """One keep-alive connection: sends a request, reads the response to the end of its framing."""
+Pieces = list[tuple[float, bytes]]
+"""A response as it came: when, and what."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._address = (host, port)
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
 
-    async def stream(self, payload: bytes, events: Events) -> None:
-        if self._writer is None or self._writer.is_closing():
-            self._reader, self._writer = await asyncio.open_connection(*self._address, limit=2**20)
-        assert self._reader is not None
-        self._writer.write(payload)
-        head = await self._reader.readuntil(b"\r\n\r\n")
-        status = int(head.split(None, 2)[1])
-        fields = {
-            k.strip().lower(): v.strip() for k, _, v in (line.partition(b":") for line in head.split(b"\r\n")[1:])
-        }
-        if status != 200:
-            n = int(fields.get(b"content-length", b"0"))
-            text = (await self._reader.readexactly(n))[:160] if n else b""
-            raise Rejected(f"status {status}: {text.decode('utf-8', 'replace')}")
-        if b"chunked" in fields.get(b"transfer-encoding", b""):
-            while size := int((await self._reader.readuntil(b"\r\n")).split(b";")[0], 16):
-                chunk = await self._reader.readexactly(size + 2)
-                events.feed(chunk[:-2], now())
-            await self._reader.readuntil(b"\r\n")
-        else:
-            while data := await self._reader.read(65536):
-                events.feed(data, now())
-        if fields.get(b"connection", b"").lower() == b"close" or b"transfer-encoding" not in fields:
-            self.close()
+class Connection(asyncio.Protocol):
+    """One keep-alive connection. Keeps what comes and when, and reads it only when the response has ended: on a machine
+    that it shares with the server, a client that thinks about every event as it comes slows down what it measures."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._pieces: Pieces = []
+        self._tail = b""
+        self._chunked = False
+        self._lost = True
+        self._ended: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._lost = False
+
+    def data_received(self, data: bytes) -> None:
+        if not self._pieces:
+            self._chunked = chunked(data)
+        self._pieces.append((now(), data))
+        self._tail = data if len(data) >= len(LAST_CHUNK) else (self._tail + data)[-len(LAST_CHUNK) :]
+        if not self._chunked or self._tail.endswith(LAST_CHUNK):
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._end()
+
+    def _end(self) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    async def exchange(self, host: str, port: int, payload: bytes) -> Pieces:
+        """Sends a request; its response, or what came of it. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        if self._lost:
+            await loop.create_connection(lambda: self, host, port)
+        assert self._transport is not None
+        self._pieces, self._tail = [], b""
+        self._transport.write(payload)
+        while not self._lost and not complete(self._pieces):
+            self._ended = loop.create_future()
+            await self._ended
+        return self._pieces
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._reader = self._writer = None
+        if self._transport is not None:
+            self._transport.close()
+        self._lost = True
+
+
+LAST_CHUNK = b"\r\n0\r\n\r\n"
+
+
+def chunked(head: bytes) -> bool:
+    return b"\r\n\r\n" in head and b"transfer-encoding: chunked" in head.partition(b"\r\n\r\n")[0].lower()
+
+
+def complete(pieces: Pieces) -> bool:
+    """Is it a whole response? One without a length ends with its connection."""
+    raw = b"".join(data for _, data in pieces)
+    head, separator, body = raw.partition(b"\r\n\r\n")
+    if not separator:
+        return False
+    if chunked(raw):
+        return raw.endswith(LAST_CHUNK)
+    length = head_fields(head).get(b"content-length")
+    return length is not None and len(body) >= int(length)
+
+
+def head_fields(head: bytes) -> dict[bytes, bytes]:
+    lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
+    return {name.strip().lower(): value.strip() for name, _, value in lines}
+
+
+def read_response(pieces: Pieces) -> Events:
+    """The events of a response, each at the time when its chunk was complete. Raises Rejected."""
+    raw = b"".join(data for _, data in pieces)
+    ends = list(itertools.accumulate(len(data) for _, data in pieces))
+
+    def arrived(offset: int) -> float:
+        """When the bytes before `offset` were all there."""
+        return pieces[bisect.bisect_left(ends, offset)][0]
+
+    head, separator, _ = raw.partition(b"\r\n\r\n")
+    if not separator:
+        raise Rejected("no response")
+    status, position = int(head.split(None, 2)[1]), len(head) + 4
+    if status != 200:
+        raise Rejected(f"status {status}: {raw[position : position + 160].decode('utf-8', 'replace')}")
+    events = Events()
+    if not chunked(raw):
+        events.feed(raw[position:], arrived(len(raw)))
+        return events
+    while True:
+        end = raw.find(b"\r\n", position)
+        size = int(raw[position:end].split(b";")[0], 16) if end > position else -1
+        position = end + 2 + size + 2
+        if size < 0 or position > len(raw):
+            raise Rejected("body cut short")
+        if size == 0:
+            return events
+        events.feed(raw[end + 2 : position - 2], arrived(position))
 
 
 @dataclass
@@ -147,6 +221,8 @@ class Run:
     """One load: the requests to send, the outcomes."""
 
     args: argparse.Namespace
+    answers: list[tuple[Pieces, float]] = field(default_factory=list)
+    """And when each request was due."""
     done: list[Timing] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)
 
@@ -187,22 +263,25 @@ class Run:
         return head.encode() + data
 
     async def one(self, payload: bytes, due: float) -> None:
-        connection = self.idle.pop() if self.idle else Connection(self.host, self.port)
-        events = Events()
+        connection = self.idle.pop() if self.idle else Connection()
         try:
-            await asyncio.wait_for(connection.stream(payload, events), self.args.timeout)
-            self.done.append(self.judge(events, due))
+            exchange = connection.exchange(self.host, self.port, payload)
+            self.answers.append((await asyncio.wait_for(exchange, self.args.timeout), due))
             self.idle.append(connection)
             return
-        except Rejected as e:
-            self.rejected[str(e)] += 1
         except asyncio.TimeoutError:
             self.rejected["timeout"] += 1
-        except asyncio.IncompleteReadError:
-            self.rejected["body cut short"] += 1
         except OSError as e:
             self.rejected[f"connection: {type(e).__name__}"] += 1
         connection.close()
+
+    def read(self) -> None:
+        """Sorts the answers into those that count and those that do not."""
+        for pieces, due in self.answers:
+            try:
+                self.done.append(self.judge(read_response(pieces), due))
+            except Rejected as e:
+                self.rejected[str(e)] += 1
 
     def judge(self, events: Events, due: float) -> Timing:
         if events.tail.strip():
@@ -230,11 +309,11 @@ class Run:
         )
 
     async def drive(self) -> float:
-        """Sends everything; returns the wall seconds from the first request to the last end marker."""
+        """Sends everything; returns the moment of the first request."""
         a = self.args
         for _ in range(a.warmup):
             await self.one(self.payload(), now())
-        self.done.clear()
+        self.answers.clear()
         self.rejected.clear()
         payloads = [self.payload() for _ in range(a.requests)]
         start = now()
@@ -255,7 +334,7 @@ class Run:
             await asyncio.gather(*(client() for _ in range(a.concurrency)))
         for c in self.idle:
             c.close()
-        return max((t.end for t in self.done), default=now()) - start
+        return start
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -284,7 +363,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs one load and returns its numbers."""
     run = Run(args)
     cpu = process_facts(args.pid)[0] if args.pid else 0.0
-    wall = asyncio.run(run.drive())
+    own = time.process_time()
+    start = uvloop.run(run.drive())
+    own = time.process_time() - own
+    run.read()
+    wall = max((t.end for t in run.done), default=now()) - start
     output = sum(t.output_tokens for t in run.done)
     prompt = sum(t.prompt_tokens for t in run.done)
     result: dict[str, Any] = {
@@ -302,6 +385,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "itl_ms": summary([g for t in run.done for g in t.itl]),
         "tpot_ms": summary([t.tpot for t in run.done if t.tpot is not None]),
         "e2el_ms": summary([t.e2el for t in run.done]),
+        "client_cpu_s": own,
     }
     if args.pid:
         after, rss = process_facts(args.pid)

@@ -8,10 +8,12 @@
 A step holds one decode row per running generation, then prefill chunks up to one budget: `prefill_quantum` tokens
 when nothing decodes, `mixed_prefill_quantum` when something does, so that a long prompt never holds a stream up by
 more than one small chunk. Prefills take turns (round robin); what the first one in turn leaves of the budget goes to
-the next. Chunks end on absolute multiples of the budget, whatever was reused before them, so that the same prompt is
-evaluated on the same grid. A prompt that becomes complete draws its first token in the same step. Of prompts that
-begin alike and arrive together one is evaluated; the others wait a step and fork what they share. A checkpoint is
-loaded beside the running steps; its session joins them when it is complete.
+the next. A stream that has drawn one token only waits for short prompts that came with it: many that begin together
+are done sooner when all prompts are evaluated first and all streams then go on side by side. Chunks end on absolute
+multiples of the budget, whatever was reused before them, so that the same prompt is evaluated on the same grid. A
+prompt that becomes complete draws its first token in the same step. Of prompts that begin alike and arrive together
+one is evaluated; the others wait a step and fork what they share. A checkpoint is loaded beside the running steps; its
+session joins them when it is complete.
 
 A generation that decodes alone has the engine guess ahead, where it can and as long as that pays.
 
@@ -54,6 +56,8 @@ Deliver = Callable[[list[tuple[Job, list[Event]]]], None]
 
 MIXED_SECONDS = 0.02
 """Of prefill beside streams in one step, at least."""
+TOGETHER_SECONDS = 0.3
+"""Between the first token of a stream and its second, at most, so that prompts beside it are evaluated without it."""
 MIXED_GRAIN = 32
 """Tokens; fewer rows at once leave a matrix product's tiles half empty."""
 
@@ -264,11 +268,13 @@ class Scheduler:
         self._admit(now)
         self._drain(now)
         plan = Plan()
-        for slot in self.slots:
-            generation = slot.generation
-            if generation is not None and not generation.prefilling:
-                plan.add(generation.decode_row(), Work(generation))
+        streams = [g for slot in self.slots if (g := slot.generation) is not None and not g.prefilling]
+        together = self._together(streams, now)
+        if not together:
+            self._add_decode(plan, streams)
         self._add_prefill(plan)
+        if together and not plan.rows:
+            self._add_decode(plan, streams)
         if plan.alone and (drafts := self._drafting.wanted()):
             plan.rows[0] = plan.work[0].generation.decode_row(drafts)
         self._flush()
@@ -514,6 +520,30 @@ class Scheduler:
             self._tell(self._observer.on_start, job, reuse, generation.assigned - job.submitted)
         return True
 
+    @staticmethod
+    def _add_decode(plan: Plan, streams: Sequence[Generation]) -> None:
+        for generation in streams:
+            plan.add(generation.decode_row(), Work(generation))
+
+    def _together(self, streams: Sequence[Generation], now: float) -> bool:
+        """Do the streams wait for the prompts? Where none has more than its first token, none has waited for long, and
+        the end of the prompts is near."""
+        rate = self._prefill_rate
+        waiting = [g for g in self._line if g.slot.generation is g]
+        if not streams or not waiting or not rate:
+            return False
+        if any(stream.completion_tokens > 1 for stream in streams):
+            return False
+        known = streams[0].job.prompt
+        left = 0
+        for generation in waiting:
+            prompt = generation.job.prompt
+            shared = 0 if generation.begun else common_prefix_tokens(prompt.data, known.data)
+            left += len(prompt) - max(generation.position, shared)
+        step = rate * min(left, self._budget(decoding=False))
+        waited = now - min(stream.last_token_time for stream in streams)
+        return waited + step <= TOGETHER_SECONDS and left * rate <= 2 * TOGETHER_SECONDS
+
     # ---- prefill
 
     def _add_prefill(self, plan: Plan) -> None:
@@ -575,7 +605,9 @@ class Scheduler:
         if plan.rows and not plan.prefill_tokens:
             seconds = now - plan.started
             self._decode_seconds = (3 * self._decode_seconds + seconds) / 4 if self._decode_seconds else seconds
-        if plan.prefill_tokens >= 64 and plan.work[0].end is not None:
+        # A short prompt says more than nothing.
+        enough = 16 if self._prefill_rate is None else 64
+        if plan.prefill_tokens >= enough and plan.work[0].end is not None:
             rate = (now - plan.started) / plan.prefill_tokens
             self._prefill_rate = rate if self._prefill_rate is None else (self._prefill_rate + rate) / 2
 

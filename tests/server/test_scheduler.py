@@ -328,6 +328,54 @@ def test_a_long_prompt_never_stalls_a_stream_by_more_than_one_small_chunk() -> N
     assert len(driver.text(long)) == 1, "6000 / 128 = 46.9 steps to the first token"
 
 
+def begun(token_seconds: float, slots: int) -> tuple[Driver, Job]:
+    """A driver that knows its speed, and a stream that has drawn its first token."""
+    clock = Clock()
+    engine = ScriptedEngine(ENDLESS, prefill_token_seconds=token_seconds, step_seconds=0.01, sleep=clock.sleep)
+    driver = Driver(engine, clock=clock, slots=slots)
+    driver.ask(tokens(100, 200), max_tokens=1)
+    stream = driver.submit(tokens(20, 0))
+    driver.step()
+    assert len(driver.text(stream)) == 1
+    return driver, stream
+
+
+def test_streams_that_begin_together_go_on_together() -> None:
+    driver, stream = begun(0.0005, slots=8)
+    for base in range(1, 8):
+        driver.submit(tokens(60, base))
+    plans = [driver.step() for _ in range(4)]
+    assert [[end for _, end in chunk_ends(plan)] for plan in plans] == [[60, 60], [60, 60], [60, 60], [60]]
+    assert driver.text(stream) == "x", "it has waited"
+    assert chunk_ends(driver.step()) == [(slot, None) for slot in range(8)], "and no longer than that"
+
+
+def test_a_stream_that_goes_on_waits_for_no_prompt() -> None:
+    driver, stream = begun(0.0005, slots=2)
+    driver.step()
+    driver.submit(tokens(60, 1))
+    assert driver.step().work[0].end is None
+    assert driver.text(stream) == "xxx"
+
+
+def test_a_new_stream_waits_for_no_long_prompt() -> None:
+    driver, stream = begun(0.0005, slots=2)
+    driver.submit(tokens(5000, 1))
+    assert driver.step().work[0].end is None
+    assert driver.text(stream) == "xx"
+
+
+def test_prompts_that_keep_coming_hold_no_stream_up_for_long() -> None:
+    driver, stream = begun(0.0005, slots=64)
+    start = driver.clock.now
+    for base in range(1, 60):
+        driver.submit(tokens(60, base))
+        driver.step()
+        if len(driver.text(stream)) > 1:
+            break
+    assert 0.2 < driver.clock.now - start <= 0.4
+
+
 def test_prefills_take_turns() -> None:
     driver = Driver(ScriptedEngine(ENDLESS), slots=4)
     for base in range(3):
