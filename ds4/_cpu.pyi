@@ -214,6 +214,13 @@ class Sampler:
 def sampler_uniform(seed: int, index: int) -> float:
     """The random number in [0, 1) of token `index` of a sequence."""
 
+def draw_planned(sampler: Sampler, logits: npt.NDArray[np.float32], capacity: int = 1024) -> int | None:
+    """What a backend draws from logits [vocab] by the sampler's plan, as `Sampler.sample` would; -1: nothing.
+
+    None, and nothing has happened, when the sampler draws by itself: for log-probabilities and penalties. `capacity`
+    is the room for candidates, of no effect on the result. Raises ValueError.
+    """
+
 def sampler_sums(logits: npt.NDArray[np.float32], temperature: float) -> list[tuple[str, float]]:
     """(variant, sum of the row's weights) for each variant of the vocabulary passes that this CPU can run."""
 

@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "draw.h"
 #include "types.h"
 
 namespace ds4 {
@@ -133,6 +134,12 @@ struct StepInput {
   std::span<const int32_t> wanted;  // row numbers
 };
 
+// What is drawn from row `row` of a step's logits.
+struct RowDraw {
+  int64_t row = 0;
+  DrawPlan plan;
+};
+
 class Ops {
  public:
   virtual ~Ops() = default;
@@ -194,8 +201,30 @@ class Ops {
   // out[i] = x[index[i]]                                                         out [n, dim]
   virtual void gather(Tensor x, std::span<const int32_t> index, Tensor out) = 0;
 
+  // ---- draws
+  // Whether `draw` is there, so that logits need not come to the host for it.
+  virtual bool can_draw() const { return false; }
+  // tokens[i] = the token that draws[i] takes from its row of `logits`, as the sampler would; -1: nothing may be
+  // chosen. Rows are different, and used up.                                           logits [n, vocab of the model]
+  virtual void draw(Tensor logits, std::span<const RowDraw> draws, std::span<int32_t> tokens);
+  // The best token of each row and its lead.                                   logits [out.size(), vocab]
+  virtual void best(Tensor logits, std::span<Best> out);
+
   // The operations of the DeepSeek V4 family; null where the backend has none.
   virtual LatentOps* latent() { return nullptr; }
 };
+
+inline void Ops::draw(Tensor, std::span<const RowDraw>, std::span<int32_t>) {
+  throw Unsupported("the backend draws no tokens");
+}
+
+inline void Ops::best(Tensor logits, std::span<Best> out) {
+  std::vector<float> row(static_cast<size_t>(logits.dim));
+  for (size_t i = 0; i < out.size(); ++i) {
+    const Tensor one = logits.rows(static_cast<int64_t>(i), 1);
+    if (!host_memory()) to_host(one, row.data());
+    out[i] = best_of({host_memory() ? one.data : row.data(), row.size()});
+  }
+}
 
 }  // namespace ds4

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "reference/draw_row.h"
 
 namespace py = pybind11;
 
@@ -66,6 +67,21 @@ void bind_sampler(py::module_& m) {
             return py::make_tuple(id, py::make_tuple(logprobs.chosen, logprobs.top));
           },
           py::arg("logits"), "(token, None or (logprob, [(id, logprob), ...])) after logits [vocab]; -1 for none.");
+  m.def(
+      "draw_planned",
+      [](Sampler& s, const Dense<float>& logits, int32_t capacity) -> std::optional<int32_t> {
+        const auto view = span_of(logits);
+        if (static_cast<int64_t>(view.size()) != s.vocab()) throw Invalid("logits of another vocabulary");
+        if (capacity < 1) throw Invalid("a list of " + std::to_string(capacity) + " candidates");
+        const auto plan = s.plan();
+        if (!plan) return std::nullopt;
+        std::vector<float> row(view.begin(), view.end());
+        const int32_t id = draw_row(*plan, row, capacity);
+        s.drawn(id);
+        return id;
+      },
+      py::arg("sampler"), py::arg("logits"), py::arg("capacity") = 1024,
+      "What a backend draws from logits [vocab] by the sampler's plan; None when the sampler draws by itself.");
   m.def(
       "sampler_sums",
       [](const Dense<float>& logits, float temperature) { return sampler_sums(span_of(logits), temperature); },

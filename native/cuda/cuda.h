@@ -4,6 +4,7 @@
 //   formats.h  layouts of block formats and how kernels read them    weights.h   upload and repacking
 //   linear.h   matrix-vector kernels for up to 8 rows at once        ops.cu      ops.h
 //   attention.h  attention over paged keys and values                latent.cu   ops_latent.h
+//   draw.h     draws from rows of logits
 //
 // Every output element is a fixed sequence of f32 operations that depends on the operation's shape and on absolute
 // positions only, so that rows agree bit for bit however a prompt is cut and whatever else is in the step. The kernels

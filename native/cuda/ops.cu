@@ -7,6 +7,7 @@
 #include "cuda/context.h"
 #include "cuda/cuda.h"
 #include "cuda/device_math.h"
+#include "cuda/draw.h"
 #include "cuda/latent.h"
 #include "quant/quant.h"
 
@@ -86,7 +87,9 @@ struct Written {
 class CudaOps final : public Ops {
  public:
   explicit CudaOps(const CudaOptions& options)
-      : context_(options.device, options.synthetic_weights), latent_(make_latent_ops(context_)) {}
+      : context_(options.device, options.synthetic_weights),
+        latent_(make_latent_ops(context_)),
+        drawer_(context_.device) {}
 
   ~CudaOps() override {
     context_.device.enter();
@@ -263,6 +266,13 @@ class CudaOps final : public Ops {
     DS4_CUDA(cudaGetLastError());
   }
 
+  bool can_draw() const override { return true; }
+  void draw(Tensor logits, std::span<const RowDraw> draws, std::span<int32_t> tokens) override {
+    const Written note{context_, logits};
+    drawer_.draw(logits, draws, tokens);
+  }
+  void best(Tensor logits, std::span<Best> out) override { drawer_.best(logits, out); }
+
   LatentOps* latent() override { return latent_.get(); }
 
   cudaStream_t stream() const { return context_.device.stream(); }
@@ -305,6 +315,7 @@ class CudaOps final : public Ops {
 
   Context context_;
   std::unique_ptr<LatentOps> latent_;
+  Drawer drawer_;
   // By model, rows, wanted rows and horizon.
   std::map<std::tuple<uint64_t, size_t, size_t, int64_t>, StepGraph> graphs_;
   uint64_t graphs_generation_ = 0;

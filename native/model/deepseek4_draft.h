@@ -33,16 +33,12 @@ std::unique_ptr<DraftLayers> make_draft_layers(const Shape& shape, const Frequen
                                                HyperParams& params, TensorTable& tensors,
                                                std::vector<StateSpec>& specs);
 
+// Copies rows of logits behind those in `to`.
+void append_logits(Ops& ops, const Tensor& logits, std::vector<float>& to);
+
 std::unique_ptr<DraftLayers> make_mtp(const Shape& shape, const Frequencies& freq, Layers& layers, HyperParams& params,
                                       TensorTable& tensors, std::vector<StateSpec>& specs);
 std::unique_ptr<DraftLayers> make_dspark(const Shape& shape, const Frequencies& freq, Layers& layers,
                                          HyperParams& params, TensorTable& tensors, std::vector<StateSpec>& specs);
-
-// The best of `n` logits and its lead over the second; NaN is never the best.
-struct Best {
-  int32_t id = 0;
-  float lead = 0;
-};
-Best best_of(std::span<const float> logits);
 
 }  // namespace ds4::deepseek4

@@ -169,7 +169,6 @@ class DSpark final : public DraftLayers {
   void chain(DraftRow& row, int64_t first, const Tensor& seen, const Tensor& from, const Tensor& logits,
              const Tensor& sure) {
     Ops& ops = layers_.ops();
-    std::vector<float> host(static_cast<size_t>(shape_.vocab));
     const int64_t most = std::min(row.most, block_);
     for (int64_t i = 0; i < most; ++i) {
       const int32_t before = row.drafts.empty() ? row.token : row.drafts.back();
@@ -182,9 +181,10 @@ class DSpark final : public DraftLayers {
         if (!(1.0f / (1.0f + std::exp(-value)) >= sure_)) return;
       }
       ops.linear_add(*weights_.chain_out, w1, out);
-      ops.to_host(out, host.data());
-      row.drafts.push_back(best_of(host).id);
-      if (row.logits) row.logits->insert(row.logits->end(), host.begin(), host.end());
+      Best best;
+      ops.best(out, {&best, 1});
+      row.drafts.push_back(best.id);
+      if (row.logits) append_logits(ops, out, *row.logits);
     }
   }
 

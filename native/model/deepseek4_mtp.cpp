@@ -85,7 +85,7 @@ class Mtp final : public DraftLayers {
       rows[i].drafts.clear();
       active.push_back(i);
     }
-    std::vector<float> logits(static_cast<size_t>(shape_.vocab));
+    std::vector<Best> best;
     for (int64_t depth = 0; !active.empty(); ++depth) {
       std::vector<int32_t> ids, all;
       std::vector<RowRef> refs;
@@ -99,14 +99,14 @@ class Mtp final : public DraftLayers {
       const bool early = std::any_of(refs.begin(), refs.end(), [&](const RowRef& r) { return is_early(r); });
       const Tensor out = early ? forward(ids, refs, true)
                                : ops.run({serial_, ids, refs, all}, [&] { return forward(ids, refs, false); });
+      best.resize(active.size());
+      ops.best(out, best);
       std::vector<size_t> next;
       for (size_t j = 0; j < active.size(); ++j) {
         DraftRow& row = rows[active[j]];
-        ops.to_host(out.rows(static_cast<int64_t>(j), 1), logits.data());
-        const Best best = best_of(logits);
-        row.drafts.push_back(best.id);
-        if (row.logits) row.logits->insert(row.logits->end(), logits.begin(), logits.end());
-        if (depth + 1 < row.most && best.lead >= margin_) next.push_back(active[j]);
+        row.drafts.push_back(best[j].id);
+        if (row.logits) append_logits(ops, out.rows(static_cast<int64_t>(j), 1), *row.logits);
+        if (depth + 1 < row.most && best[j].lead >= margin_) next.push_back(active[j]);
       }
       active = std::move(next);
     }
@@ -207,21 +207,10 @@ std::unique_ptr<DraftLayers> make_mtp(const Shape& shape, const Frequencies& fre
   return std::make_unique<Mtp>(shape, freq, layers, params, tensors, specs);
 }
 
-Best best_of(std::span<const float> logits) {
-  Best best;
-  float first = -std::numeric_limits<float>::infinity(), second = first;
-  for (size_t i = 0; i < logits.size(); ++i) {
-    const float x = logits[i];
-    if (x > first) {
-      second = first;
-      first = x;
-      best.id = static_cast<int32_t>(i);
-    } else if (x > second) {
-      second = x;
-    }
-  }
-  best.lead = second > -std::numeric_limits<float>::infinity() ? first - second : 0;
-  return best;
+void append_logits(Ops& ops, const Tensor& logits, std::vector<float>& to) {
+  const size_t have = to.size();
+  to.resize(have + static_cast<size_t>(logits.n * logits.dim));
+  ops.to_host(logits, to.data() + have);
 }
 
 std::unique_ptr<DraftLayers> make_draft_layers(const Shape& shape, const Frequencies& freq, Layers& layers,

@@ -6,6 +6,7 @@
 
 #include "reference/dense_state.h"
 #include "reference/dense_weight.h"
+#include "reference/draw_row.h"
 #include "reference/latent.h"
 
 namespace ds4 {
@@ -197,6 +198,16 @@ class ReferenceOps final : public Ops {
       const int32_t t = index[static_cast<size_t>(i)];
       require(t >= 0 && t < x.n, "gather index outside the rows");
       std::copy_n(row_of(x, t), x.dim, row_of(out, i));
+    }
+  }
+
+  bool can_draw() const override { return true; }
+  void draw(Tensor logits, std::span<const RowDraw> draws, std::span<int32_t> tokens) override {
+    require(draws.size() == tokens.size(), "draw shapes");
+    for (size_t i = 0; i < draws.size(); ++i) {
+      const auto& [row, plan] = draws[i];
+      require(row >= 0 && row < logits.n && plan.settings.vocab <= logits.dim, "draw of a row that is not there");
+      tokens[i] = draw_row(plan, {row_of(logits, row), static_cast<size_t>(logits.dim)});
     }
   }
 

@@ -11,9 +11,8 @@ namespace ds4 {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr int64_t kBlock = 64;
-constexpr float kMinExponent = -60.0f;           // exp of it is far below half of the weight unit
-constexpr float kWeightless = -24.5f;            // exp of it is below half of the weight unit, 2^-35
+using drawing::kBlock;
+using drawing::kMinExponent, drawing::kWeightless;
 constexpr double kWeightMagic = 1.5 * 262144.0;  // 1.5 * 2^(52 - 34): adding it rounds to a multiple of 2^-34
 
 // SplitMix64's output function (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
@@ -208,6 +207,10 @@ Sampler::Sampler(SamplerParams params, int64_t vocab) : params_(std::move(params
     check_ids({&id, 1}, "logit_bias");
     require(!std::isnan(bias), "logit_bias", bias, "a number");
   }
+  std::vector<int32_t> biased;
+  for (const auto& [id, bias] : p.logit_bias) biased.push_back(id);
+  std::sort(biased.begin(), biased.end());
+  biased_twice_ = std::adjacent_find(biased.begin(), biased.end()) != biased.end();
   // A temperature so small that 1 / T overflows would turn 0 / T into NaN; 1e30 separates any two distinct logits.
   if (p.temperature > 0) inverse_temperature_ = static_cast<float>(std::min(1.0 / p.temperature, 1e30));
   log_min_p_ = p.min_p > 0 ? static_cast<float>(std::log(p.min_p)) : -kInf;
@@ -290,6 +293,28 @@ int32_t Sampler::sample(std::span<const float> logits, SampleLogprobs* logprobs)
   ++index_;
   if (tracks_tokens()) count(id, true);
   return id;
+}
+
+std::optional<DrawPlan> Sampler::plan() const {
+  if (tracks_tokens() || wants_logprobs() || biased_twice_) return std::nullopt;
+  DrawPlan p;
+  p.settings = {.greedy = force_greedy_ || params_.temperature <= 0,
+                .scale = inverse_temperature_,
+                .log_min_p = log_min_p_,
+                .top_k = params_.top_k,
+                .top_p = params_.top_p,
+                .uniform = uniform(key_, index_),
+                .vocab = vocab_};
+  p.bias = params_.logit_bias;
+  p.forbidden = forbidden_;
+  if (masked_) p.mask = mask_;
+  return p;
+}
+
+void Sampler::drawn(int32_t id) {
+  if (id < 0) return;
+  assert(id < vocab_ && !tracks_tokens());
+  ++index_;
 }
 
 int32_t Sampler::argmax(const float* logits, float best) const {

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "draw.h"
 #include "types.h"
 
 namespace ds4 {
@@ -57,6 +58,13 @@ class Sampler {
   // is, the lowest id first. `logprobs` is filled when the parameters ask for it. `logits` is not modified.
   // Not thread-safe per sampler; different samplers are independent. Throws Invalid when the size differs.
   int32_t sample(std::span<const float> logits, SampleLogprobs* logprobs = nullptr);
+
+  // The next draw for a backend that draws where its logits are; `sample` of the same logits and then `drawn` of its
+  // result are the same thing. Nullopt where the draw needs more than a plan says: log-probabilities, penalties, a bias
+  // with an id twice. Valid until the sampler changes.
+  std::optional<DrawPlan> plan() const;
+  // The plan's draw has given `id`; -1 counts as nothing.
+  void drawn(int32_t id);
 
   void force_greedy(bool on) { force_greedy_ = on; }
   // Ids that are never chosen; replaces the former set.
@@ -100,6 +108,7 @@ class Sampler {
   int64_t vocab_;
   float inverse_temperature_ = 0;
   float log_min_p_ = 0;
+  bool biased_twice_ = false;
   uint64_t key_;
   uint64_t index_ = 0;
   bool force_greedy_ = false;

@@ -67,6 +67,8 @@ void check_ops(Ops& cuda, Results& results, uint64_t seed);
 void check_latent(Ops& cuda, Results& results, uint64_t seed);
 void check_models(Ops& cuda, Results& results, uint64_t seed);
 void check_drafts(Ops& cuda, Results& results, uint64_t seed);
+// Prints what draws cost as well.
+void check_draws(Ops& cuda, Results& results, uint64_t seed);
 // Timings of single operations, then of a whole model of 43 layers with random weights; rows go to `csv`.
 void bench_ops(Ops& cuda, std::FILE* csv);
 void bench_model(std::FILE* csv, int64_t layers);
