@@ -137,6 +137,8 @@ def _memory_plan(model: ModelFile, ctx: int | None, slots: int) -> dict[str, Any
         "slots": slots,
         "weight_bytes": plan.weight_bytes,
         "state_bytes_per_slot": plan.state_bytes,
+        "snapshots_per_slot": plan.snapshots,
+        "snapshot_bytes": plan.snapshot_bytes,
         "workspace_bytes": plan.workspace_bytes,
         "start_bytes": plan.at_start,
         "total_bytes": plan.total,
@@ -243,6 +245,7 @@ def _render(facts: dict[str, Any]) -> None:
         if "unavailable" in m:
             console.print(Text(f"No memory plan: {printable(m['unavailable'])}"))
         else:
+            snapshots = m["snapshots_per_slot"] * m["snapshot_bytes"]
             table(
                 f"Memory for {m['slots']} \u00d7 {m['ctx']} tokens",
                 "",
@@ -252,6 +255,7 @@ def _render(facts: dict[str, Any]) -> None:
                     ("workspace", _size(m["workspace_bytes"])),
                     ("at start", _size(m["start_bytes"])),
                     ("one full session", _size(m["state_bytes_per_slot"])),
+                    *([(f"its {m['snapshots_per_slot']} snapshots", _size(snapshots))] if snapshots else []),
                     ("all sessions full", _size(m["total_bytes"])),
                     ("available", _size(m["available_bytes"])),
                 ],

@@ -136,6 +136,14 @@ SERVER_FLAGS = (
         ("--batched-session",), "slots", "resident sessions that are served at the same time", "N", integer(1, 4096), 1
     ),
     Flag(
+        ("--snapshots",),
+        "snapshots",
+        "copies that a session keeps of itself where its family cannot be cut back; 0: none",
+        "N",
+        integer(0, 64),
+        4,
+    ),
+    Flag(
         ("--mixed-prefill-quantum",),
         "mixed_prefill_quantum",
         "most prompt tokens per step while something decodes",

@@ -27,7 +27,7 @@ from ds4.engine.demo import demo_model_path
 from ds4.engine.drafting import Decoder
 from ds4.engine.drafts import DraftFile, read_draft_file
 from ds4.engine.mapping import let_go
-from ds4.engine.memory import available_memory, check_plan
+from ds4.engine.memory import HEADROOM, available_memory, check_plan
 from ds4.engine.model_file import HValue, ModelFile, open_model_file
 from ds4.engine.native import NativeModule, module_of, resolve
 from ds4.engine.sampler import new_sampler
@@ -62,6 +62,8 @@ _F16 = 1
 _REPACKED = 9 / 8
 # Tiles on the device: IQ2_XXS takes 70 bytes for the file's 66, other types less more.
 _DEVICE_REPACKED = 35 / 33
+# Rows of a page of state, at most: forks share whole pages.
+_PAGE_ROWS = 64
 # Quantised copies of activations beside the f32 ones.
 _WORKSPACE = 3 / 2
 
@@ -168,6 +170,11 @@ class Engine:
         """Tokens that the engine can guess for one step; 0: it has nothing to guess with."""
         native = self._model.native
         return native.most_ahead if native.drafter and self._config.speculate else 0
+
+    @property
+    def memory_left(self) -> int | None:
+        """Bytes that sessions may still take. None on a device, whose allocator keeps what was given back."""
+        return None if self._plan.on_device else available_memory()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -331,7 +338,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _check_config(config: EngineConfig) -> None:
-    for name, low in (("ctx", 0), ("slots", 1), ("prefill_chunk", 1), ("threads", 0)):
+    for name, low in (("ctx", 0), ("slots", 1), ("snapshots", 0), ("prefill_chunk", 1), ("threads", 0)):
         value = getattr(config, name)
         if value < low:
             raise ConfigError(f"{name} is {value}, it must be at least {low}")
@@ -455,7 +462,23 @@ def plan_memory(
     wanted = config.slots + 1 + ahead
     workspace = model.workspace_bytes(config.prefill_chunk + config.slots, wanted) * _WORKSPACE
     room = available_memory() if free_device_memory is None else free_device_memory
-    return MemoryPlan(int(weights), per_session, config.slots, int(workspace), room, free_device_memory is not None)
+    on_device = free_device_memory is not None
+    plan = MemoryPlan(int(weights), per_session, config.slots, int(workspace), room, on_device)
+    if not config.snapshots or all(kind == "append" for _, kind, *_ in model.state_specs):
+        return plan
+    each = _snapshot_bytes(model, config.ctx)
+    # The first thing to do without.
+    fit = max(0, room - HEADROOM - plan.total) // (each * config.slots)
+    return dataclasses.replace(plan, snapshots=min(config.snapshots, fit), snapshot_bytes=each)
+
+
+def _snapshot_bytes(model: _cpu.Model, ctx: int) -> int:
+    """What a copy of a session of `ctx` tokens has for itself: rings and the like, and the last pages of the rest."""
+    buffers = sum(
+        _cpu.row_bytes(dtype, heads * width) * (_PAGE_ROWS if kind == "append" else capacity)
+        for _, kind, dtype, heads, width, _, capacity, _ in model.state_specs
+    )
+    return buffers + model.spare_bytes + 4 * ctx + 4 * model.vocab
 
 
 def _warm(tensors: Iterable[Tensor]) -> None:

@@ -9,7 +9,7 @@ from ds4.engine.types import MemoryPlan
 from ds4.errors import MemoryPlanError
 
 _UNLIMITED = 1 << 62
-_HEADROOM = 64 << 20
+HEADROOM = 64 << 20
 """Left for the interpreter, the tokenizer and the requests."""
 
 
@@ -87,7 +87,7 @@ def check_plan(plan: MemoryPlan, ctx: int, state_fixed: int = 0) -> None:
 
     `state_fixed` is the part of one session's state that does not grow with ctx.
     """
-    room = plan.available_bytes - _HEADROOM
+    room = plan.available_bytes - HEADROOM
     if plan.total <= room:
         return
     message = (

@@ -36,8 +36,9 @@ class EngineConfig:
     `ds4.engine.native.KINDS`, or "auto": the GPU where there is one.
 
     `ctx` tokens per session, exactly as asked (D8a), 0: what the model was trained on, at most `AUTO_CTX`; an open
-    engine's configuration has the number. `slots` resident sessions, for the memory plan;
-    `threads` 0 means one per usable core; `isa` caps the instruction set ("auto", "avx512", "avx2", "scalar").
+    engine's configuration has the number. `slots` resident sessions, for the memory plan, and `snapshots` that a
+    server's may each keep of itself (none in families whose sessions can be cut anywhere). `threads` 0 means one per
+    usable core; `isa` caps the instruction set ("auto", "avx512", "avx2", "scalar").
 
     `mtp` drafts with the model's multi-token prediction head, at most `mtp_draft` tokens (1 to 16) for one step, each
     further one only behind a draft whose logit leads the second best by `mtp_margin`. `dspark` drafts with the model's
@@ -50,6 +51,7 @@ class EngineConfig:
     backend: str = "auto"
     ctx: int = 0
     slots: int = 1
+    snapshots: int = 4
     threads: int = 0
     prefill_chunk: int = 512
     isa: str = "auto"
@@ -85,7 +87,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes that a configuration needs. `state_bytes` is one full session; sessions grow into it."""
+    """Bytes that a configuration needs. `state_bytes` is one full session; sessions grow into it.
+
+    `snapshots` are how many copies a session may keep of itself, as many as were asked for and fit; one takes
+    `snapshot_bytes` beside what it shares with the session.
+    """
 
     weight_bytes: int
     state_bytes: int
@@ -94,6 +100,8 @@ class MemoryPlan:
     available_bytes: int
     on_device: bool = False
     """Whether the bytes are those of a GPU's own memory."""
+    snapshots: int = 0
+    snapshot_bytes: int = 0
 
     @property
     def at_start(self) -> int:
@@ -103,7 +111,12 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """What is taken when every session is full."""
-        return self.weight_bytes + self.state_bytes * self.slots + self.workspace_bytes
+        return self.weight_bytes + self.session_bytes * self.slots + self.workspace_bytes
+
+    @property
+    def session_bytes(self) -> int:
+        """A full session with all its snapshots."""
+        return self.state_bytes + self.snapshots * self.snapshot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +289,10 @@ class EngineLike(Protocol):
     @property
     def most_drafts(self) -> int:
         """Tokens that the engine can guess for one step; 0: it has nothing to guess with."""
+
+    @property
+    def memory_left(self) -> int | None:
+        """Bytes that sessions may still take. None: nobody knows; what does not fit fails."""
 
     def new_session(self, ctx: int | None = None) -> SessionLike: ...
     def new_sampler(self, params: SamplingParams) -> SamplerLike: ...

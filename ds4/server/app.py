@@ -12,7 +12,7 @@ import os
 import signal
 from pathlib import Path
 
-from ds4.engine.types import EngineLike
+from ds4.engine.types import EngineLike, MemoryPlan
 from ds4.prompt.registry import syntax_of
 from ds4.server.api.service import Service
 from ds4.server.bind import BindError, reason
@@ -21,7 +21,7 @@ from ds4.server.checkpoints import Checkpoints
 from ds4.server.config import ServerConfig
 from ds4.server.engine_thread import EngineThread
 from ds4.server.http import HttpServer, Limits
-from ds4.server.keys import markers_of
+from ds4.server.keys import Markers, markers_of
 from ds4.server.kvstore import KvStore
 from ds4.server.log import HttpLog
 from ds4.server.metrics import Metrics
@@ -62,6 +62,7 @@ class App:
         config = self.config
         tool_memory = ToolMemory(max_ids=config.tool_memory_ids, enabled=config.exact_tool_replay)
         self._store = self._open_store(tool_memory)
+        markers = self._markers()
         bridge = Bridge(asyncio.get_running_loop())
         metrics = Metrics(config.engine.slots)
         self._scheduler = Scheduler(
@@ -74,8 +75,9 @@ class App:
                 draft_timing=config.draft_timing,
             ),
             bridge.deliver,
-            checkpoints=self._checkpoints(),
+            checkpoints=None if self._store is None else Checkpoints(self._store, self.engine.tokenizer, markers),
             observer=metrics,
+            markers=markers,
         )
         bridge.connect(self._scheduler)
         self._service = Service(
@@ -111,11 +113,11 @@ class App:
             log.error("kv cache disabled: %s: %s", kv.directory, reason(error))
             return None
 
-    def _checkpoints(self) -> Checkpoints | None:
-        if self._store is None:
+    def _markers(self) -> Markers | None:
+        """What turns begin with, where somebody needs to know."""
+        if self._store is None and not self.engine.plan.snapshots:
             return None
-        renderer = syntax_of(self.engine.info).make(self.engine.info)
-        return Checkpoints(self._store, self.engine.tokenizer, markers_of(renderer, self.engine.tokenizer))
+        return markers_of(syntax_of(self.engine.info).make(self.engine.info), self.engine.tokenizer)
 
     async def serve(self) -> None:
         """Serves until `request_stop`, then drains: what runs gets `drain_seconds`, what waits is refused."""
@@ -164,7 +166,8 @@ class App:
             f"context {ctx} tokens per session (trained {info.ctx_train}), {config.engine.slots} sessions",
             f"memory: weights {plan.weight_bytes / _GIB:.2f} GiB + workspace {plan.workspace_bytes / _GIB:.2f} GiB "
             f"= {plan.at_start / _GIB:.2f} GiB now; + {plan.slots} x state of up to {plan.state_bytes / _GIB:.2f} GiB "
-            f"= {plan.total / _GIB:.2f} GiB at full context, of {plan.available_bytes / _GIB:.2f} GiB available"
+            f"{_snapshots(plan)}= {plan.total / _GIB:.2f} GiB at full context, of "
+            f"{plan.available_bytes / _GIB:.2f} GiB available"
             f"{' on the device' if plan.on_device else ''}",
         ]
         lines.append(f"backend {self.engine.backend_name}, of this process in huge pages: {_huge_pages()}")
@@ -189,6 +192,12 @@ class App:
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self.config.api_keys else ""
         body = json.dumps({"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32})
         return f"curl '{url}/v1/chat/completions'{key} -H 'Content-Type: application/json' -d '{body}'"
+
+
+def _snapshots(plan: MemoryPlan) -> str:
+    if not plan.snapshots:
+        return ""
+    return f"and {plan.snapshots} snapshots of {plan.snapshot_bytes / (1 << 20):.1f} MiB "
 
 
 def _huge_pages(status: Path = Path("/proc/self/smaps_rollup")) -> str:

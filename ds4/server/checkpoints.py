@@ -65,19 +65,16 @@ class Checkpoints:
             generation.cold = cold_length(self._config, total, place)
         elif generation.reuse.entry is not None:
             slot.last_store = kept
-        frontiers = {generation.cold} if generation.cold else set()
+        if generation.cold:
+            generation.stop_at((generation.cold,))
         step = self._config.step
         if step:
-            frontiers.update(range((kept // step + 1) * step, total + 1, step))
-        generation.frontiers = sorted(frontiers, reverse=True)
+            generation.stop_at(range((kept // step + 1) * step, total + 1, step))
 
     def reached(self, generation: Generation) -> None:
         """A chunk or a token was evaluated."""
         slot = generation.slot
         live = slot.session.n_tokens
-        frontiers = generation.frontiers
-        if frontiers and frontiers[-1] <= live:
-            frontiers.pop()
         continued = continued_frontier(self._config, live, slot.last_store)
         reason = "cold" if live == generation.cold else "continued" if continued else None
         if reason is None or generation.in_tool_call:

@@ -12,7 +12,7 @@ The last token drawn is never evaluated: after the end the session holds the pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ds4 import _core, _dsml
@@ -98,7 +98,7 @@ class Generation:
         "_constrained", "_created", "_eos", "_evaluated", "_first_token", "_greedy", "_last_token", "_matcher",
         "_over", "_parser", "_reasoning_tokens", "_stop", "_token_bytes", "_tokenizer", "accepted", "assigned", "begun",
         "cold", "completion_tokens", "draft_seconds", "drafted", "frontiers", "job", "last_token_time", "next_token",
-        "position", "restoring", "reuse", "sampler", "slot",
+        "places", "position", "restoring", "reuse", "sampler", "slot",
     )  # fmt: skip
 
     def __init__(self, job: Job, slot: Slot, reuse: Reuse, engine: EngineLike, now: float) -> None:
@@ -116,6 +116,8 @@ class Generation:
         """Where this prompt is to be stored before anything is generated; 0: nowhere."""
         self.frontiers: list[int] = []
         """Where chunks of the prompt have to end, nearest last."""
+        self.places: frozenset[int] = frozenset()
+        """Those of them where a snapshot is taken."""
         self.next_token: int | None = None
         """The token drawn last, to be evaluated in the next step; None during prefill."""
         self.completion_tokens = 0
@@ -256,8 +258,17 @@ class Generation:
             return None
         return Bound(request.id, session.n_tokens, (self._last_token,) * missing)
 
+    def stop_at(self, places: Iterable[int]) -> None:
+        """Chunks of the prompt have to end there, too."""
+        self.frontiers = sorted({*self.frontiers, *places}, reverse=True)
+
+    def passed(self) -> None:
+        """Frontiers that the session has reached are behind it."""
+        while self.frontiers and self.frontiers[-1] <= self.slot.session.n_tokens:
+            self.frontiers.pop()
+
     def chunk_end(self, end: int) -> int:
-        """`end`, or a place before it where the session has to stop for a checkpoint."""
+        """`end`, or a place before it where the session has to stop for a checkpoint or a snapshot."""
         return min(end, self.frontiers[-1]) if self.frontiers else end
 
     def prefill_row(self, end: int) -> Row:

@@ -129,7 +129,16 @@ def anchor(prompt: npt.NDArray[np.int32], key: bytes, markers: Markers | None, s
     if markers is None:
         return -1
     first = key.find(markers.assistant)
-    place = key.rfind(markers.user, 0, len(key) if first < 0 else first)
+    return _token_at(prompt, key, key.rfind(markers.user, 0, len(key) if first < 0 else first), specials)
+
+
+def last_turn(prompt: npt.NDArray[np.int32], key: bytes, markers: Markers, specials: Sequence[int]) -> int:
+    """Tokens before the last user turn; -1 when there is none."""
+    return _token_at(prompt, key, key.rfind(markers.user), specials)
+
+
+def _token_at(prompt: npt.NDArray[np.int32], key: bytes, place: int, specials: Sequence[int]) -> int:
+    """Which token the special one at `place` of the key is."""
     if place < 0:
         return -1
     before = len(_special_places(key[:place]))

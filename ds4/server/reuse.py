@@ -13,9 +13,11 @@ state must beat the others by its `margin`, or it is not worth the copy.
     (tool-output)   all live tokens: the prompt has the      grows
                     results of exactly their last calls
     memory-token    all live tokens, a prefix of the prompt  grows
-    memory-rewind   the common prefix                        is cut, where its family can
-    memory-text     all live tokens, or those of the last    grows, or is cut to the last prompt
-                    prompt: their text is a prefix
+    memory-rewind   the common prefix, or of it what a       is cut, or becomes a copy of the snapshot
+                    snapshot has (`ds4.server.snapshots`)
+    memory-text     all live tokens, those of the last       grows, is cut, or becomes a copy of the
+                    prompt or of a snapshot: their text is   snapshot
+                    a prefix
     fork            the common prefix with another slot      becomes a copy of that slot's, cut
     disk-text       a checkpoint: its text is a prefix       is loaded (`ds4.server.kvstore`)
     none            nothing                                  is cleared
@@ -66,7 +68,8 @@ class Reuse:
     that the slot's own state is what is kept. `text_bytes` of the prompt's key are what the kept tokens and `tail`
     stand for, None: exactly the prompt's own tokens. `tail` is evaluated again. `rest` is the key of what follows,
     None: the prompt's own behind `text_bytes`. `left_out`: the client has sent the conversation without its reasoning.
-    `entry` is the checkpoint to load.
+    `entry` is the checkpoint to load, `state` the snapshot to copy, None: the session itself. `name` is the text that
+    decided.
     """
 
     kind: str
@@ -78,6 +81,8 @@ class Reuse:
     rest: bytes | None = None
     left_out: bool = False
     entry: Entry | None = None
+    state: SessionLike | None = None
+    name: LiveText | None = None
 
 
 NOTHING = Reuse("none", 0, in_place=False)
@@ -96,13 +101,15 @@ class Query:
 class LiveText:
     """The key of what the first `tokens` tokens of a session stand for: `key`, then `drawn`. `last` of them is known.
 
-    In two pieces, because `key` is a prompt's, which may be long and is shared by all that came of it.
+    In two pieces, because `key` is a prompt's, which may be long and is shared by all that came of it. `left_out`: the
+    tokens have reasoning that the text has not.
     """
 
     key: bytes
     tokens: int
     drawn: bytes = b""
     last: int = -1
+    left_out: bool = False
 
     @property
     def size(self) -> int:
@@ -128,7 +135,7 @@ class Visible:
 
     @property
     def text(self) -> LiveText:
-        return LiveText(self.key, self.tokens)
+        return LiveText(self.key, self.tokens, left_out=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +237,12 @@ class VisibleText:
 
     def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
         seen = slot.visible
-        if seen is None or seen.kind != self._kind or not _begins(slot, seen.text, lookup):
+        if seen is None or seen.kind != self._kind or not 0 < len(seen.key) < len(lookup.query.key):
             return None
-        return Reuse(self._kind, seen.tokens, text_bytes=len(seen.key), left_out=True)
+        text = seen.text
+        if not 0 < slot.session.n_tokens == seen.tokens or not lookup.begins(text):
+            return None
+        return Reuse(self._kind, seen.tokens, text_bytes=len(seen.key), left_out=True, name=text)
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         """The session is there already."""
@@ -283,17 +293,18 @@ class MemoryRewind:
     margin = 0
 
     def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
-        kept = lookup.common(slot, beyond)
-        if 0 < kept < slot.session.n_tokens and slot.session.can_rewind(kept):
-            return Reuse("memory-rewind", kept)
-        return None
+        common = lookup.common(slot, beyond)
+        if not 0 < common < slot.session.n_tokens:
+            return None
+        kept, state = _reach(slot, common)
+        return Reuse("memory-rewind", kept, state=state) if kept > beyond else None
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
-        slot.session.rewind(reuse.tokens)
+        slot.cut(reuse.tokens, reuse.state)
 
 
 class MemoryText:
-    """The text of the live tokens, or of the last prompt among them, is a prefix of the prompt's."""
+    """The text of the live tokens, of the last prompt among them or of a snapshot is a prefix of the prompt's."""
 
     margin = NEAR
 
@@ -301,32 +312,46 @@ class MemoryText:
         return lookup.by_text(slot)
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
-        slot.session.rewind(reuse.tokens)
+        slot.cut(reuse.tokens, reuse.state)
+
+
+def _reach(slot: Slot, common: int) -> tuple[int, SessionLike | None]:
+    """How many of the session's first `common` tokens can be gone back to, and the snapshot to copy for it."""
+    if slot.session.can_rewind(common):
+        return common, None
+    return slot.past.best(common) or (0, None)
 
 
 def _by_text(slot: Slot, lookup: Lookup) -> Reuse | None:
-    """What of the slot's state has a text that the prompt's begins with.
+    """What of the slot's state has a text that the prompt's begins with."""
+    best: Reuse | None = None
+    for text in (slot.text, slot.asked):
+        found = None if text is None else _named(slot.session, text, lookup)
+        if found is not None and (best is None or found.tokens > best.tokens):
+            best = found
+    for snapshot in slot.past:
+        for text in snapshot.names:
+            if best is not None and text.tokens <= best.tokens:
+                continue
+            found = _named(snapshot.session, text, lookup)
+            if found is not None and (best is None or found.tokens > best.tokens):
+                best = replace(found, state=snapshot.session)
+    return best
 
-    The last prompt may also be asked again: then its last token is evaluated again.
+
+def _named(session: SessionLike, text: LiveText, lookup: Lookup) -> Reuse | None:
+    """What of the session stands for the text, when the prompt's begins with it.
+
+    A prompt may be asked again as a whole: then its last token is evaluated again.
     """
-    text, asked, session = slot.text, slot.asked, slot.session
-    if text is not None and _begins(slot, text, lookup):
-        return Reuse("memory-text", text.tokens, text_bytes=text.size)
-    if asked is None or not 1 < asked.tokens <= session.n_tokens or not lookup.begins(asked):
+    again = text.size == len(lookup.query.key)
+    kept = text.tokens - again
+    if kept < 1 or text.tokens > session.n_tokens or (again and text.last < 0) or not session.can_rewind(kept):
         return None
-    again = len(lookup.query.key) == len(asked.key)
-    kept = asked.tokens - again
-    if not session.can_rewind(kept):
+    if not text.size or not lookup.begins(text):
         return None
-    tail = (asked.last,) if again else ()
-    return Reuse("memory-text", kept, text_bytes=len(asked.key), tail=tail)
-
-
-def _begins(slot: Slot, text: LiveText, lookup: Lookup) -> bool:
-    """Is the text of the live state a proper prefix of the prompt's?"""
-    if not 0 < slot.session.n_tokens == text.tokens or not 0 < text.size < len(lookup.query.key):
-        return False
-    return lookup.begins(text)
+    tail = (text.last,) if again else ()
+    return Reuse("memory-text", kept, text_bytes=text.size, tail=tail, left_out=text.left_out, name=text)
 
 
 class Fork:
@@ -339,9 +364,10 @@ class Fork:
         for other in lookup.slots:
             if other is slot or other.loading or other.session.n_tokens <= beyond:
                 continue
-            kept = lookup.common(other, max(beyond, best.tokens if best else 0))
-            if kept and other.session.can_rewind(kept):
-                best = Reuse("fork", kept, in_place=False, source=other)
+            most = max(beyond, best.tokens if best else 0)
+            kept, state = _reach(other, lookup.common(other, most))
+            if kept > most:
+                best = Reuse("fork", kept, in_place=False, source=other, state=state)
             by_text = lookup.by_text(other)
             if by_text is not None and by_text.tokens > (best.tokens if best else 0) + NEAR:
                 best = replace(by_text, kind="fork", in_place=False, source=other)
@@ -349,7 +375,7 @@ class Fork:
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         assert reuse.source is not None
-        slot.session.fork_from(reuse.source.session, reuse.tokens)
+        slot.become(reuse.state or reuse.source.session, reuse.tokens)
 
 
 class Disk:
@@ -380,7 +406,7 @@ class Cold:
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         if slot.session.n_tokens:
-            slot.session.clear()
+            slot.clear()
 
 
 LADDER: dict[str, Tier] = {
@@ -419,7 +445,7 @@ def materialise(slot: Slot, query: Query, reuse: Reuse) -> Reuse:
         LADDER[reuse.kind].materialise(slot, query, reuse)
     except Exception as error:
         log.warning("slot %d: %s of %d tokens failed: %s", slot.index, reuse.kind, reuse.tokens, error, exc_info=True)
-        slot.session.clear()
+        slot.clear()
         return NOTHING
     return reuse
 
@@ -440,7 +466,7 @@ def settle(slot: Slot, query: Query, reuse: Reuse, tokenizer: Tokenizer) -> tupl
         return _grown(session, query, reuse, more)
     common = min(session.common_prefix(query.prompt), len(query.prompt) - 1)
     if common > 0 and live - common <= NEAR and session.can_rewind(common):
-        session.rewind(common)
+        slot.cut(common)
         return replace(reuse, tokens=common, text_bytes=None), query
     return _grown(session, query, reuse, tokens_of_key(tokenizer, query.key[reuse.text_bytes :]))
 

@@ -40,13 +40,15 @@ from ds4.engine.drafting import DraftPolicy
 from ds4.engine.types import Row, RowResult
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
 from ds4.server.generation import Generation, Job, Restoring
-from ds4.server.reuse import NOTHING, Fork, LiveText, Lookup, Reuse, materialise, probe, settle
+from ds4.server.reuse import NOTHING, Fork, LiveText, Lookup, Query, Reuse, materialise, probe, settle
 from ds4.server.slots import Slot, Slots, log_route
+from ds4.server.snapshots import Snapshots
 from ds4.server.types import Event, Failed, Finish, GenerationRequest
 
 if TYPE_CHECKING:
     from ds4.engine.types import EngineLike
     from ds4.server.checkpoints import Checkpoints
+    from ds4.server.keys import Markers
 
 log = logging.getLogger("ds4.scheduler")
 
@@ -181,9 +183,11 @@ class Scheduler:
         *,
         checkpoints: Checkpoints | None = None,
         observer: Observer | None = None,
+        markers: Markers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slots = Slots(engine, config.slots, checkpoints.store if checkpoints else None)
+        self._snapshots = Snapshots(engine, self.slots, markers, clock)
         self.stopped = False
         self._ctx = self.slots[0].session.ctx
         self._engine = engine
@@ -311,8 +315,8 @@ class Scheduler:
                     over = generation.prefilled(work.end, result, now, events)
                     if work.end == generation.prompt_tokens and generation.completion_tokens:
                         ttft.append(now - (job.request.created or job.submitted))
-                if work.end == generation.prompt_tokens and job.query.key:
-                    generation.slot.asked = LiveText(job.query.key, work.end, last=int(job.prompt[-1]))
+                if work.end == generation.prompt_tokens:
+                    self._evaluated(generation)
                 if work.end is not None:
                     self._reached(generation)
             except Exception as error:
@@ -343,8 +347,19 @@ class Scheduler:
             )
             self._tell(self._observer.on_step, report)
 
+    def _evaluated(self, generation: Generation) -> None:
+        """The session holds just the prompt."""
+        slot, query = generation.slot, generation.job.query
+        names: tuple[LiveText, ...] = ()
+        if query.key:
+            slot.asked = LiveText(query.key, generation.prompt_tokens, last=int(query.prompt[-1]))
+            names = (slot.asked,)
+        self._snapshots.take(slot, names)
+
     def _reached(self, generation: Generation) -> None:
         """A chunk or a token was evaluated."""
+        generation.passed()
+        self._snapshots.reached(generation)
         if self._checkpoints is not None:
             self._checkpoints.reached(generation)
 
@@ -453,6 +468,7 @@ class Scheduler:
             self._settle(generation, materialise(slot, generation.job.query, reuse))
             return
         generation.reuse = reuse
+        slot.past.drop()
         job, restoring = generation.job, Restoring()
         generation.restoring = restoring
         self._checkpoints.store.restore(
@@ -492,8 +508,10 @@ class Scheduler:
             _clear(slot)
             self._end(generation, self._failure(error), [])
             return
+        names = _names(slot, settled[0], query)
         slot.forget()
         generation.settle(*settled)
+        self._snapshots.take(slot, names)
         self._line.append(generation)
 
     def _begin(self, generation: Generation, plan: Plan) -> bool:
@@ -509,13 +527,15 @@ class Scheduler:
             reuse = materialise(slot, job.query, reuse)
             settled = settle(slot, job.query, reuse, self._engine.tokenizer)
             if settled is None:
-                slot.session.clear()
+                slot.clear()
                 settled = NOTHING, job.query
+            self._snapshots.take(slot, _names(slot, settled[0], job.query))
             generation.settle(*settled)
         reuse = generation.reuse
         self._outbox.append((job, [generation.start(reuse)]))
         if self._checkpoints is not None:
             self._checkpoints.begin(generation)
+        self._snapshots.begin(generation)
         if self._observer is not None:
             self._tell(self._observer.on_start, job, reuse, generation.assigned - job.submitted)
         return True
@@ -681,9 +701,18 @@ class Scheduler:
 def _clear(slot: Slot) -> None:
     """Empties a session whose state is in doubt. One that cannot even be emptied is not in the way of the others."""
     try:
-        slot.session.clear()
+        slot.clear()
     except Exception as error:
         log.error("slot %d cannot be cleared: %s", slot.index, error, exc_info=error)
+
+
+def _names(slot: Slot, reuse: Reuse, query: Query) -> tuple[LiveText, ...]:
+    """The texts that stand for just what the session keeps."""
+    seen = slot.visible.text if slot.visible is not None else None
+    names = [n for n in (reuse.name, slot.text, seen) if reuse.in_place and n is not None and n.tokens == reuse.tokens]
+    if not names and not reuse.tail and reuse.text_bytes is not None:
+        names = [LiveText(query.key[: reuse.text_bytes], reuse.tokens)]
+    return tuple(names)
 
 
 def _shared_by(plan: Plan, job: Job, tokens: int) -> bool:

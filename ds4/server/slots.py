@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ds4.server.reuse import Bound, LiveText, Lookup, Query, Reuse, Visible, probe
+from ds4.server.snapshots import Past
 
 if TYPE_CHECKING:
     from ds4.engine.types import EngineLike, SessionLike
@@ -41,7 +42,8 @@ class Slot:
     is on the scheduler's clock. `tokens` is what the session held when its last generation ended: other threads
     read it instead of the session. `text` is the key of what the session held then, `visible` of
     what the client saw of it, `asked` of the last prompt once it is evaluated; `bound` says whose calls it ends with.
-    `last_store` is the last frontier that was stored while the conversation grew.
+    `past` has copies of the session as it was, `last_store` is the last frontier that was stored while the
+    conversation grew.
     """
 
     index: int
@@ -54,6 +56,7 @@ class Slot:
     visible: Visible | None = None
     asked: LiveText | None = None
     bound: Bound | None = None
+    past: Past = field(default_factory=Past)
     last_store: int = 0
 
     @property
@@ -68,6 +71,27 @@ class Slot:
     def forget(self) -> None:
         """The session is about to hold something else: no text stands for it."""
         self.text = self.visible = self.asked = self.bound = None
+
+    def clear(self) -> None:
+        """Empties the session."""
+        self.past.drop()
+        self.session.clear()
+
+    def cut(self, tokens: int, state: SessionLike | None = None) -> None:
+        """Cuts the session to its first `tokens` tokens, by way of a snapshot's `state` where it cannot be cut itself.
+
+        Raises SessionInvalidError.
+        """
+        if state is None:
+            self.session.rewind(tokens)
+        else:
+            self.session.fork_from(state, tokens)
+        self.past.cut(tokens)
+
+    def become(self, state: SessionLike, tokens: int) -> None:
+        """The session becomes a copy of the first `tokens` tokens of another one. Raises SessionInvalidError."""
+        self.past.drop()
+        self.session.fork_from(state, tokens)
 
     def bound_to(self, turn: str) -> bool:
         """Is the session just what it was when the response `turn` ended with calls?"""
@@ -138,6 +162,7 @@ class Slots:
 
     def close(self) -> None:
         for slot in self._slots:
+            slot.past.drop()
             slot.session.close()
 
 
@@ -160,6 +185,8 @@ def describe(route: Route, prompt_tokens: int, now: float) -> str:
     slot, reuse = route.slot, route.reuse
     live = slot.session.n_tokens
     origin = f" of slot {reuse.source.index}" if reuse.source is not None else ""
+    if reuse.state is not None:
+        origin += " (snapshot)"
     text = f"slot {slot.index}: {reuse.kind}{origin}, {reuse.tokens} of {prompt_tokens} prompt tokens reused"
     lost = live - reuse.tokens if reuse.in_place else live
     if lost > 0:

@@ -135,14 +135,17 @@ class ScriptedAhead:
 
 
 class ScriptedSession:
-    """A timeline of tokens. `rewinds` False makes it a family whose state cannot be cut (rings, recurrent)."""
+    """A timeline of tokens. `rewinds` False makes it a family whose state cannot be cut (recurrent), or by no more than
+    `slack` tokens (rings)."""
 
-    def __init__(self, index: int, ctx: int, *, rewinds: bool, chunk: int) -> None:
+    def __init__(self, index: int, ctx: int, *, rewinds: bool, chunk: int, slack: int = 0) -> None:
         self.index = index
         self.closed = False
         self.last_used = time.monotonic()
         self._ctx = ctx
         self._rewinds = rewinds
+        self._slack = slack
+        self._longest = 0
         self._chunk = chunk
         self._tokens = np.empty(64, np.int32)
         self._n = 0
@@ -169,7 +172,9 @@ class ScriptedSession:
         return same if same > beyond else 0
 
     def can_rewind(self, n_tokens: int) -> bool:
-        return 0 <= n_tokens <= self._n and (self._rewinds or n_tokens in (0, self._n))
+        if not 0 <= n_tokens <= self._n:
+            return False
+        return self._rewinds or n_tokens in (0, self._n) or self._longest - self._slack <= n_tokens
 
     def rewind(self, n_tokens: int) -> None:
         if not self.can_rewind(n_tokens):
@@ -180,7 +185,7 @@ class ScriptedSession:
             self._has_logits = False
 
     def clear(self) -> None:
-        self._n = 0
+        self._n = self._longest = 0
         self._has_logits = False
 
     def fork_from(self, other: SessionLike, n_tokens: int | None = None) -> None:
@@ -192,6 +197,7 @@ class ScriptedSession:
             raise SessionInvalidError(f"session {other.index} cannot be forked at {count} tokens")
         self.clear()
         self.append(other.tokens[:count])
+        self._longest = other._longest
         self._has_logits = other._has_logits and count == other.n_tokens
 
     def append(self, tokens: Sequence[int] | npt.NDArray[np.int32]) -> None:
@@ -204,6 +210,7 @@ class ScriptedSession:
             self._tokens = grown
         self._tokens[self._n : total] = tokens
         self._n = total
+        self._longest = max(self._longest, total)
         self._has_logits = True
         self.last_used = time.monotonic()
 
@@ -272,8 +279,9 @@ class ScriptedEngine:
 
     `step_seconds` per step and `prefill_token_seconds` per prompt token are slept (by `sleep`), so that a real
     thread sees plausible timing. `guess` makes it an engine that drafts: the tokens that may follow those of a session;
-    a step with drafts takes `draft_seconds` more. `rewinds` False: sessions that can only grow. `tokenizer` may be a
-    real one: then whole texts are encoded by it, and a list of pieces piece by piece.
+    a step with drafts takes `draft_seconds` more. `rewinds` False: sessions that can only grow, or be cut by no more
+    than `slack` tokens, of which the plan has room for `snapshots` copies each. `tokenizer` may be a real one: then
+    whole texts are encoded by it, and a list of pieces piece by piece.
     """
 
     def __init__(
@@ -286,6 +294,8 @@ class ScriptedEngine:
         syntax: str = "chatml",
         model_id: str = "scripted",
         rewinds: bool = True,
+        slack: int = 0,
+        snapshots: int = 0,
         step_seconds: float = 0.0,
         prefill_token_seconds: float = 0.0,
         draft_seconds: float = 0.0,
@@ -317,6 +327,9 @@ class ScriptedEngine:
             file_bytes=1,
         )
         self._rewinds = rewinds
+        self._slack = slack
+        self._snapshots = snapshots
+        self.memory_left: int | None = None
         self._step_seconds = step_seconds
         self._prefill_token_seconds = prefill_token_seconds
         self._draft_seconds = draft_seconds
@@ -353,6 +366,8 @@ class ScriptedEngine:
             slots=self._config.slots,
             workspace_bytes=0,
             available_bytes=1 << 40,
+            snapshots=self._snapshots,
+            snapshot_bytes=4 * self._config.ctx,
         )
 
     @property
@@ -369,7 +384,11 @@ class ScriptedEngine:
 
     def new_session(self, ctx: int | None = None) -> ScriptedSession:
         session = ScriptedSession(
-            len(self.sessions), ctx or self._config.ctx, rewinds=self._rewinds, chunk=self._config.prefill_chunk
+            len(self.sessions),
+            ctx or self._config.ctx,
+            rewinds=self._rewinds,
+            chunk=self._config.prefill_chunk,
+            slack=self._slack,
         )
         self.sessions.append(session)
         return session

@@ -23,8 +23,8 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
     model.touch()
     argv = (
         f"-m {model} --backend reference -c 4096 -t 3 --prefill-chunk 64 --isa avx2 --warm-weights --no-memory-check "
-        "--batched-session 16 --mixed-prefill-quantum 32 --log-format json --host 0.0.0.0 --port 9000 --api-key a "
-        "--api-key b --allowed-host box --cors --alias tiny -n 100 --timings --allow-special-in-text "
+        "--batched-session 16 --snapshots 2 --mixed-prefill-quantum 32 --log-format json --host 0.0.0.0 --port 9000 "
+        "--api-key a --api-key b --allowed-host box --cors --alias tiny -n 100 --timings --allow-special-in-text "
         "--template official --tool-memory-max-ids 5 --disable-exact-dsml-tool-replay "
         "--keepalive-seconds 2 --drain-seconds 3 --temp 0.5 --top-p 0.9 --top-k 40 --min-p 0 "
         "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3"
@@ -35,6 +35,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
             backend="reference",
             ctx=4096,
             slots=16,
+            snapshots=2,
             threads=3,
             prefill_chunk=64,
             isa="avx2",

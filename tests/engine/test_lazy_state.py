@@ -86,5 +86,6 @@ def test_a_fork_holds_what_it_needs_and_goes_on_alike(engine: Engine) -> None:
 def test_the_plan_tells_both(engine: Engine) -> None:
     plan = engine.plan
     assert plan.at_start == plan.weight_bytes + plan.workspace_bytes
-    assert plan.total == plan.at_start + plan.slots * plan.state_bytes
+    assert plan.session_bytes == plan.state_bytes + plan.snapshots * plan.snapshot_bytes
+    assert plan.total == plan.at_start + plan.slots * plan.session_bytes
     assert plan.state_bytes > engine._model.native.state_bytes(MILLION)

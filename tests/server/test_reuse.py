@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from ds4.errors import SessionInvalidError
 from ds4.server.reuse import NOTHING, Bound, LiveText, Lookup, Query, Visible, materialise, probe, settle
-from ds4.server.slots import Slots
+from ds4.server.slots import Slot, Slots
+from ds4.server.snapshots import Snapshot
 from ds4.server.types import Continuation
 from ds4.testing import ScriptedEngine
 from ds4.testing.tokenizer import ScriptedTokenizer
@@ -19,8 +21,8 @@ def query(*tokens: int) -> Query:
     return Query(np.array(tokens, np.int32))
 
 
-def slots_with(*histories: list[int], rewinds: bool = True) -> Slots:
-    slots = Slots(ScriptedEngine(rewinds=rewinds), len(histories))
+def slots_with(*histories: list[int], rewinds: bool = True, slack: int = 0) -> Slots:
+    slots = Slots(ScriptedEngine(rewinds=rewinds, slack=slack), len(histories))
     for slot, history in zip(slots, histories, strict=True):
         slot.session.sync(history) if history else slot.session.clear()
     return slots
@@ -96,23 +98,52 @@ def test_a_tier_that_fails_after_all_leaves_an_empty_session(monkeypatch: pytest
     assert slot.session.n_tokens == 0
 
 
+def remember(slot: Slot, rng: random.Random, names: Sequence[LiveText] = ()) -> None:
+    """Copies of the session as it was at a few places, with the names of those that have one."""
+    live = slot.session.tokens.tolist()
+    engine = ScriptedEngine(rewinds=False, slack=rng.choice([0, 10, 40]))
+    known = [name.tokens for name in names if name.tokens <= len(live)]
+    for length in sorted({rng.choice(known or [1]), *(rng.randrange(1, len(live) + 1) for _ in range(3))}):
+        session = engine.new_session()
+        session.append(live[:length])
+        slot.past.add(Snapshot(session, tuple(name for name in names if name.tokens == length)), 4)
+
+
+def past_of(slot: Slot) -> list[tuple[list[int], tuple[LiveText, ...]]]:
+    return [(snapshot.session.tokens.tolist(), snapshot.names) for snapshot in slot.past]
+
+
+def check_past(slot: Slot) -> None:
+    live = slot.session.tokens.tolist()
+    for tokens, names in past_of(slot):
+        assert tokens == live[: len(tokens)], "snapshots are beginnings of the session"
+        assert all(name.tokens <= len(tokens) for name in names)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_routing_and_execution_agree(seed: int) -> None:
     """For random slots the tier that routing chose is the one that is carried out, to the token."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    kinds: set[str] = set()
+    kinds: set[tuple[str, bool]] = set()
     for _ in range(60):
         trunk = [rng.randrange(4) for _ in range(120)]
 
         def branch(trunk: list[int] = trunk) -> list[int]:
             return trunk[: rng.randrange(121)] + [rng.randrange(4) for _ in range(rng.choice([0, 0, 1, 5, 50]))]
 
-        slots = slots_with(*(branch() for _ in range(4)), rewinds=rng.random() < 0.7)
+        slots = slots_with(
+            *(branch() if rng.random() < 0.7 else [] for _ in range(4)),
+            rewinds=rng.random() < 0.4,
+            slack=rng.choice([0, 10]),
+        )
         for slot in slots:
             slot.prompt_tokens = rng.randrange(slot.session.n_tokens + 1)
+            if slot.session.n_tokens and rng.random() < 0.6:
+                remember(slot, rng)
         prompt = query(*branch(), rng.randrange(4))
         before = [slot.session.tokens.tolist() for slot in slots]
+        past = [past_of(slot) for slot in slots]
         route = slots.route(prompt, now=0.0)
         assert route is not None
         assert route.reuse == probe(route.slot, Lookup(prompt, slots))
@@ -120,10 +151,11 @@ def test_routing_and_execution_agree(seed: int) -> None:
         assert route.slot.session.tokens.tolist() == prompt.prompt[: route.reuse.tokens].tolist()
         assert route.reuse.tokens < len(prompt.prompt)
         for slot in slots:
+            check_past(slot)
             if slot is not route.slot:
-                assert slot.session.tokens.tolist() == before[slot.index]
-        kinds.add(route.reuse.kind)
-    assert len(kinds) >= 3, kinds
+                assert slot.session.tokens.tolist() == before[slot.index] and past_of(slot) == past[slot.index]
+        kinds.add((route.reuse.kind, route.reuse.state is not None))
+    assert len(kinds) >= 4 and ("memory-rewind", True) in kinds, kinds
 
 
 def in_pieces(tokenizer: ScriptedTokenizer, text: bytes, rng: random.Random) -> list[int]:
@@ -141,9 +173,9 @@ def test_routing_and_execution_agree_where_text_decides(seed: int) -> None:
     """Whatever is kept: the prompt that goes on stands for the request's text, and begins with the kept state."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    kinds: set[tuple[str, bool]] = set()
+    kinds: set[tuple[str, bool, bool]] = set()
     for _ in range(60):
-        engine = ScriptedEngine(rewinds=rng.random() < 0.7)
+        engine = ScriptedEngine(rewinds=rng.random() < 0.4, slack=rng.choice([0, 10]))
         tokenizer = engine.tokenizer
         assert isinstance(tokenizer, ScriptedTokenizer)
         trunk = bytes(rng.choices(b"ab", k=300))
@@ -165,6 +197,9 @@ def test_routing_and_execution_agree_where_text_decides(seed: int) -> None:
                 slot.bound = Bound(f"turn {slot.index % 2}", len(tokens), tuple(drawn[:1]) * rng.randrange(2))
             if rng.random() < 0.2:
                 slot.visible = Visible(trunk[: rng.randrange(300)], len(tokens), "thinking-visible")
+            if tokens and rng.random() < 0.7:
+                names = [LiveText(asked, len(first), last=first[-1] if first else -1)]
+                remember(slot, rng, names if asked else ())
         key = rng.choice([slot.asked.key for slot in slots if slot.asked] or [trunk])
         key = rng.choice([key, branch() + b"b", trunk + b"ab" * 20]) or b"a"
         answers = None
@@ -174,6 +209,7 @@ def test_routing_and_execution_agree_where_text_decides(seed: int) -> None:
             answers = Continuation("responses-tool-output", turn, b"ab", required=required)
         prompt = Query(np.frombuffer(key, np.uint8).astype(np.int32), key, answers)
         before = [slot.session.tokens.tolist() for slot in slots]
+        past = [past_of(slot) for slot in slots]
         route = slots.route(prompt, now=0.0)
         assert route is not None
         slot, reuse = route.slot, route.reuse
@@ -197,10 +233,11 @@ def test_routing_and_execution_agree_where_text_decides(seed: int) -> None:
             assert answers is None or not answers.required
             assert tokenizer.decode(goes_on.prompt.tolist()) == key, "the prompt says what the request says"
         for other in slots:
+            check_past(other)
             if other is not slot:
-                assert other.session.tokens.tolist() == before[other.index]
-        kinds.add((kept.kind, kept.text_bytes is not None))
-    assert len(kinds) >= 4, kinds
+                assert other.session.tokens.tolist() == before[other.index] and past_of(other) == past[other.index]
+        kinds.add((kept.kind, kept.text_bytes is not None, kept.state is not None))
+    assert len(kinds) >= 5, kinds
 
 
 def test_a_prompt_that_is_asked_again() -> None:
