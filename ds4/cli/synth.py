@@ -24,6 +24,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     p.add_argument("--size", default="tiny", help="default: %(default)s")
     p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     p.add_argument("--layers", type=int, help="only the first N layers")
+    p.add_argument(
+        "--distinct-layers",
+        type=int,
+        metavar="N",
+        help="draw N of each matrix, let later layers name the same bytes again: full size in a small file",
+    )
     kinds = p.add_mutually_exclusive_group()
     kinds.add_argument(
         "--mtp", dest="drafts", action="store_const", const="mtp", help="with a multi-token prediction head"
@@ -50,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             plan,
             layers=args.layers,
             drafts=args.drafts,
+            distinct_layers=args.distinct_layers,
             force=args.force,
             progress=progress,
         ),

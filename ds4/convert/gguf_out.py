@@ -1,12 +1,16 @@
-"""A GGUF file written front to back: metadata and tensor headers first, then data as it comes, one chunk at a time.
+"""A GGUF file written beside its place and renamed: it is complete or not there.
 
-Headers are the `gguf` package's. The file is complete or not there: it is written beside its place and renamed.
+Metadata and tensor headers come first, then data, a chunk at a time, of as many tensors at once as there are workers.
+The metadata's form is the `gguf` package's.
 """
 
 from __future__ import annotations
 
 import os
+import struct
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -76,12 +80,14 @@ def key(value: Any) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class OutTensor:
-    """A tensor to write; `chunks` gives its bytes in order, when its turn comes."""
+    """A tensor to write; `chunks` gives its bytes in order, when its turn comes. `same_as` names a tensor of the same type
+    and size before it: nothing is written, both are the same bytes of the file."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     chunks: Callable[[], Iterator[Chunk]]
+    same_as: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -96,8 +102,12 @@ def write_gguf(
     *,
     force: bool = False,
     progress: Progress | None = None,
+    workers: int = 1,
 ) -> int:
-    """Writes the file and returns its bytes. Raises ConfigError for a place that is taken (unless `force`), OSError."""
+    """Writes the file and returns its bytes; with several `workers`, chunks of several tensors are asked for at a time.
+
+    Raises ConfigError for a place that is taken (unless `force`), OSError.
+    """
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; --force replaces it")
     if path.suffix != ".gguf":
@@ -105,8 +115,9 @@ def write_gguf(
     tensors = list(tensors)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        _write_headers(part, family, keys, tensors)
-        size = _append_data(part, tensors, progress)
+        offsets = _offsets(tensors)
+        _write_headers(part, family, keys, tensors, offsets)
+        size = _write_data(part, tensors, offsets, progress, workers)
         part.replace(path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -118,7 +129,26 @@ def write_gguf(
     return size
 
 
-def _write_headers(part: Path, family: str, keys: Mapping[str, Key], tensors: list[OutTensor]) -> None:
+def _aligned(n: int) -> int:
+    return n + -n % _ALIGNMENT
+
+
+def _offsets(tensors: list[OutTensor]) -> dict[str, int]:
+    """Where each tensor begins in the file's data."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for t in tensors:
+        if t.same_as is not None:
+            offsets[t.name] = offsets[t.same_as]
+        else:
+            offsets[t.name] = end
+            end += _aligned(t.nbytes)
+    return offsets
+
+
+def _write_headers(
+    part: Path, family: str, keys: Mapping[str, Key], tensors: list[OutTensor], offsets: Mapping[str, int]
+) -> None:
     writer = gguf.GGUFWriter(part, family)
     for name, key in keys.items():
         writer.add_key_value(name, key.value, key.kind, key.element)
@@ -126,25 +156,44 @@ def _write_headers(part: Path, family: str, keys: Mapping[str, Key], tensors: li
         writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.nbytes, GGMLQuantizationType(int(t.dtype)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
     writer.close()
-
-
-def _append_data(part: Path, tensors: list[OutTensor], progress: Progress | None) -> int:
-    total = sum(t.nbytes for t in tensors)
-    done = 0
     with part.open("ab") as out:
-        for t in tensors:
-            out.write(bytes(-out.tell() % _ALIGNMENT))
-            begin = out.tell()
-            for chunk in t.chunks():
-                out.write(chunk)
+        for t in tensors:  # the package knows no tensors that are the same bytes
+            spelled = t.name.encode()
+            out.write(struct.pack("<Q", len(spelled)) + spelled + struct.pack("<I", len(t.shape)))
+            out.write(struct.pack(f"<{len(t.shape)}QIQ", *reversed(t.shape), int(t.dtype), offsets[t.name]))
+
+
+def _write_data(
+    part: Path, tensors: list[OutTensor], offsets: Mapping[str, int], progress: Progress | None, workers: int
+) -> int:
+    own = [t for t in tensors if t.same_as is None]
+    total = sum(t.nbytes for t in own)
+    done = 0
+    counting = threading.Lock()
+
+    def write(t: OutTensor, file: int, begin: int) -> None:
+        nonlocal done
+        at = begin
+        for chunk in t.chunks():
+            rest = memoryview(chunk)
+            while rest:
+                written = os.pwrite(file, rest, at)
+                rest, at = rest[written:], at + written
+            with counting:
                 done += len(chunk)
                 if progress is not None:
                     progress(done, total)
-            if out.tell() - begin != t.nbytes:
-                raise AssertionError(f"{t.name}: {out.tell() - begin} bytes written, {t.nbytes} announced")
-        out.write(bytes(-out.tell() % _ALIGNMENT))
-        out.flush()
+        if at - begin != t.nbytes:
+            raise AssertionError(f"{t.name}: {at - begin} bytes written, {t.nbytes} announced")
+
+    with part.open("rb+") as out, ThreadPoolExecutor(workers) as pool:
+        data = _aligned(part.stat().st_size)
+        size = data + max((_aligned(offsets[t.name] + t.nbytes) for t in own), default=0)
+        out.truncate(size)
+        # The largest first: the last ones to end are small.
+        order = own if workers == 1 else sorted(own, key=lambda t: -t.nbytes)
+        for job in [pool.submit(write, t, out.fileno(), data + offsets[t.name]) for t in order]:
+            job.result()
         os.fsync(out.fileno())
-        return out.tell()
+    return size

@@ -1,12 +1,13 @@
 """Random checkpoints of the supported families: real shapes for speed, tiny ones for tests, no training.
 
 Every tensor is drawn from its own generator, seeded with the checkpoint's seed and the tensor's name, so its bytes do
-not depend on the other tensors; the file is written a few rows at a time.
+not depend on the other tensors; the file is written a few rows at a time, several tensors at once.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -222,18 +223,41 @@ def synthesise(
     *,
     layers: int | None = None,
     drafts: str | None = None,
+    distinct_layers: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> int:
     """Writes a random checkpoint and returns its bytes. `layers` keeps only the first ones, to fit a machine; `drafts`
-    adds layers that draft, "mtp" or "dspark".
+    adds layers that draft, "mtp" or "dspark". Of each matrix of the layers `distinct_layers` different ones are drawn,
+    later layers name the same bytes again: a model of full size in a small file, for a backend that holds copies.
 
     Raises ConfigError for an unknown family or size, layers out of range, types whose blocks do not fit the rows.
     """
     recipe = recipe_of(family, size, layers, drafts)
+    if distinct_layers is not None and distinct_layers < 1:
+        raise ConfigError(f"--distinct-layers {distinct_layers}: expected a number from 1")
     tensors = [_drawn(recipe, name, shape, seed, plan) for name, shape in recipe.tensors.items()]
+    if distinct_layers is not None:
+        tensors = _shared(tensors, distinct_layers)
     name = f"random-{family}-{size}-seed{seed}"
-    return gguf_out.write_gguf(path, family, _keys(recipe, name), tensors, force=force, progress=progress)
+    return gguf_out.write_gguf(
+        path, family, _keys(recipe, name), tensors, force=force, progress=progress, workers=os.cpu_count() or 1
+    )
+
+
+def _shared(tensors: list[OutTensor], distinct: int) -> list[OutTensor]:
+    """The same list; a layer's matrix beyond the first `distinct` of its kind is one of these again, in turn."""
+    kinds: dict[tuple[str, Shape, DType], list[str]] = {}
+    out = []
+    for t in tensors:
+        family, *rest = t.name.split(".", 2)
+        if family == "blk" and len(t.shape) > 1:
+            alike = kinds.setdefault((rest[-1], t.shape, t.dtype), [])
+            if len(alike) >= distinct:
+                t = replace(t, same_as=alike[len(alike) % distinct])
+            alike.append(t.name)
+        out.append(t)
+    return out
 
 
 def recipe_of(family: str, size: str, layers: int | None = None, drafts: str | None = None) -> Recipe:

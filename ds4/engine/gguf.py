@@ -211,15 +211,15 @@ class GGUFFile:
         self.alignment = self._alignment()
         self.data_offset = -(-self._pos // self.alignment) * self.alignment
         data_bytes = max(self.size - self.data_offset, 0)
-        end, previous = 0, ""
-        for name, dims, dtype, offset, nbytes in sorted(headers, key=lambda h: h[3]):
+        end, previous, same = 0, "", (0, 0, DType.F32)
+        for name, dims, dtype, offset, nbytes in sorted(headers, key=lambda h: (h[3], h[4])):
             if offset % self.alignment:
                 self._fail(name, f"offset {offset} is not a multiple of the alignment {self.alignment}")
             if offset + nbytes > data_bytes:
                 self._fail(name, f"{nbytes} bytes at offset {offset}, the file has {data_bytes} bytes of tensor data")
-            if offset < end:
+            if offset < end and (offset, nbytes, dtype) != same:
                 self._fail(name, f"begins at offset {offset}, inside {previous}, which ends at {end}")
-            end, previous = offset + nbytes, name
+            end, previous, same = offset + nbytes, name, (offset, nbytes, dtype)
             first = self.data_offset + offset
             self.tensors[name] = Tensor(name, dims[::-1], dtype, self._view[first : first + nbytes])
         self.tensors = {name: self.tensors[name] for name, *_ in headers}

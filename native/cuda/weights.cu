@@ -12,8 +12,6 @@
 namespace ds4::cuda {
 namespace {
 
-constexpr size_t kPiece = size_t{16} << 20;
-
 // Where rows of a piece go. `half` < 0: row r becomes row first + r, counted through all slabs. Otherwise row first + r
 // of the gates (0) or the ups (1) of one slab.
 struct Target {
@@ -341,7 +339,7 @@ const float* vector_of(const Weight& w, int64_t n, const char* what) {
   return c.vector();
 }
 
-Uploader::Uploader(const Device& device, bool synthetic) : device_(device), synthetic_(synthetic) {
+Uploader::Uploader(const Device& device, bool synthetic) : device_(device), synthetic_(synthetic), staging_(device) {
   std::vector<uint32_t> grid(256);
   for (size_t i = 0; i < 256; ++i)
     for (size_t k = 0; k < 8; ++k) grid[i] |= (uint32_t{kIq2Grid[i]} >> (2 * k) & 3u) << (4 * k);
@@ -438,28 +436,7 @@ std::unique_ptr<CudaWeight> Uploader::load(std::span<const MatrixView> parts, bo
 
 void Uploader::fill(const MatrixView& part, const Segment& to, int64_t first, int64_t step, int half) {
   const size_t each = row_bytes(part.type, part.cols);
-  const int64_t per_piece = std::max<int64_t>(1, static_cast<int64_t>(kPiece / each));
-  const auto* file = static_cast<const std::byte*>(part.data);
-  for (int64_t r = 0; r < part.rows; r += per_piece) {
-    const int64_t n = std::min(per_piece, part.rows - r);
-    const size_t bytes = static_cast<size_t>(n) * each;
-    Lane& lane = lanes_[next_];
-    next_ ^= 1;
-    if (lane.device.bytes() < bytes + 16) {
-      device_.synchronize();
-      const size_t size = std::max(kPiece, bytes) + 64;
-      lane.device = DeviceBuffer(device_, size, DeviceBuffer::Lasting);
-      if (!synthetic_) lane.host = PinnedBuffer(size);
-      lane.done = std::make_unique<Event>();
-    }
-    auto* staged = lane.device.as<uint8_t>();
-    if (synthetic_) {
-      fill_random(part.type, staged, n, part.cols, seed_++, device_.stream());
-    } else {
-      lane.done->wait();
-      std::memcpy(lane.host.data(), file + static_cast<size_t>(r) * each, bytes);
-      DS4_CUDA(cudaMemcpyAsync(staged, lane.host.data(), bytes, cudaMemcpyHostToDevice, device_.stream()));
-    }
+  const auto arrange = [&](const uint8_t* staged, int64_t r, int64_t n) {
     const bool blocks = with_block_format(part.type, [&](auto type) {
       const Target target{half < 0 ? first + r : r, half < 0 ? 0 : first, to.slab_rows, to.tiles_m, to.tiles_k, half};
       const auto plane = [](const uint8_t* p) { return const_cast<uint8_t*>(p); };
@@ -479,8 +456,22 @@ void Uploader::fill(const MatrixView& part, const Segment& to, int64_t first, in
                                                                   to.memory.as<float>());
     }
     DS4_CUDA(cudaGetLastError());
-    lane.done->record(device_.stream());
+  };
+  if (synthetic_) {
+    // Random rows come a piece at a time too: a whole matrix of experts would take twice its memory.
+    const int64_t most = std::max<int64_t>(1, static_cast<int64_t>((size_t{16} << 20) / each));
+    const DeviceBuffer drawn(device_, static_cast<size_t>(std::min(most, part.rows)) * each + 64, DeviceBuffer::Pooled);
+    for (int64_t r = 0; r < part.rows; r += most) {
+      const int64_t n = std::min(most, part.rows - r);
+      fill_random(part.type, drawn.as<uint8_t>(), n, part.cols, seed_++, device_.stream());
+      arrange(drawn.as<const uint8_t>(), r, n);
+    }
+    return;
   }
+  const std::span file(static_cast<const std::byte*>(part.data), static_cast<size_t>(part.rows) * each);
+  staging_.stream(file, each, [&](const uint8_t* staged, size_t at, size_t bytes) {
+    arrange(staged, static_cast<int64_t>(at / each), static_cast<int64_t>(bytes / each));
+  });
 }
 
 std::unique_ptr<CudaWeight> Uploader::load_table(const MatrixView& view) {

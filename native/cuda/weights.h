@@ -6,6 +6,7 @@
 
 #include "cuda/formats.h"
 #include "cuda/memory.h"
+#include "cuda/staging.h"
 
 namespace ds4::cuda {
 
@@ -48,8 +49,7 @@ class CudaWeight final : public Weight {
 const CudaWeight& on_device(const Weight& w);
 const float* vector_of(const Weight& w, int64_t n, const char* what);
 
-// Streams matrices from the mapped file through page-locked memory: while one piece is repacked on the device the
-// next one is read.
+// Brings matrices from the mapped file into their layout on the device, a piece after the other.
 class Uploader {
  public:
   Uploader(const Device& device, bool synthetic);
@@ -60,18 +60,12 @@ class Uploader {
   std::unique_ptr<CudaWeight> load_table(const MatrixView& view);
 
  private:
-  struct Lane {
-    PinnedBuffer host;
-    DeviceBuffer device;
-    std::unique_ptr<Event> done;
-  };
   void fill(const MatrixView& part, const Segment& to, int64_t first, int64_t step, int half);
   const Device& device_;
   bool synthetic_;
   DeviceBuffer grid_;
   uint64_t seed_ = 1;
-  Lane lanes_[2];
-  int next_ = 0;
+  Staging staging_;
 };
 
 // out[i] = row ids[i] of w as f32, columns [0, cols).

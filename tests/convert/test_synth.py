@@ -74,6 +74,27 @@ def test_layers_that_draft(tmp_path: Path, kind: str, most: int) -> None:
         convert(other, tmp_path / "no.gguf", TypePlan(), drafts=True)
 
 
+def test_layers_that_share_their_bytes(tmp_path: Path) -> None:
+    """Matrices repeat every so many layers, vectors do not, and what is drawn is what it is without sharing."""
+    path, whole = tmp_path / "m.gguf", tmp_path / "whole.gguf"
+    assert run(str(path), "--family", "deepseek4", "--distinct-layers", "2") == 0
+    assert run(str(whole), "--family", "deepseek4") == 0
+    assert path.stat().st_size < 0.6 * whole.stat().st_size
+    shared, full = open_model_file(path).tensors, open_model_file(whole).tensors
+    assert shared.keys() == full.keys()
+    for i in range(2):
+        assert shared[f"blk.{i}.ffn_up_exps.weight"].data == full[f"blk.{i}.ffn_up_exps.weight"].data
+    for i in range(2, 5):
+        assert shared[f"blk.{i}.ffn_up_exps.weight"].data == full[f"blk.{i % 2}.ffn_up_exps.weight"].data
+        assert shared[f"blk.{i}.attn_norm.weight"].data == full[f"blk.{i}.attn_norm.weight"].data
+    engine = Engine.open(EngineConfig(model=path, ctx=64, threads=2))
+    session = engine.new_session()
+    session.sync([5, 6, 7])
+    assert np.isfinite(session.logits()).all()
+    with pytest.raises(ConfigError, match="--distinct-layers 0"):
+        run(str(tmp_path / "no.gguf"), "--family", "llama", "--distinct-layers", "0")
+
+
 def test_the_seed_decides(tmp_path: Path) -> None:
     data = []
     for i, seed in enumerate(("1", "1", "2")):

@@ -248,6 +248,11 @@ def test_tensors_that_lie(write: Any) -> None:
     refused(one(4, kind=DType.U8), "t: unknown tensor type 1000", error=UnsupportedModelError)
     both = [tensor(b"a", [16], DType.F32, 0), tensor(b"b", [16], DType.F32, 32)]
     refused(write(build([], both, data)), "b: begins at offset 32, inside a, which ends at 64")
+    tied = [tensor(b"a", [16], DType.F32, 0), tensor(b"b", [4, 4], DType.F32, 0), tensor(b"c", [8], DType.F32, 64)]
+    found = GGUFFile(write(build([], tied, data))).tensors
+    assert found["a"].data == found["b"].data and found["b"].shape == (4, 4) and list(found) == ["a", "b", "c"]
+    for other in (tensor(b"b", [8], DType.F32, 0), tensor(b"b", [32], DType.F16, 0), tensor(b"b", [32], DType.F32, 0)):
+        refused(write(build([], [tied[0], other], data)), "begins at offset 0, inside")
     refused(write(build([], [both[0], both[0]], data)), "a: the tensor occurs twice")
     for value in (0, 4, 33, 2**21):
         refused(write(build([kv(b"general.alignment", U32, struct.pack("<I", value))], [], data)), f"alignment {value}")

@@ -84,6 +84,32 @@ def compare_logits(model: Path, prompt: list[int], out: Path) -> None:
     )
 
 
+def compare_draws(engine: Engine, prompt: list[int]) -> None:
+    """Steps whose tokens are drawn on the device, beside steps whose logits come to the host for the sampler."""
+    kinds = ({"temperature": 0.0}, {"min_p": 0.05}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.95}, {"temperature": 1.7})
+    params = [SamplingParams(seed=40 + i, **kind) for i, kind in enumerate(kinds)]
+    mask = np.random.default_rng(4).integers(0, 2**32, engine.info.vocab_size // 32, dtype=np.uint32)
+    pairs = []
+    for p in params:
+        pair = [(engine.new_session(), engine.new_sampler(p)) for _ in range(2)]
+        for session, sampler in pair:
+            session.sync(prompt[:40])
+            sampler.forbid([1, 2, 3])
+            if p.top_k:
+                sampler.set_mask(mask)
+        pairs.append(pair)
+    tokens = [prompt[40]] * len(params)
+    steps = 0
+    while steps < 24:
+        here = engine.step([Row(a[0], [t], a[1]) for (a, _), t in zip(pairs, tokens, strict=True)])
+        host = engine.step([Row(b[0], [t], b[1], want_logits=True) for (_, b), t in zip(pairs, tokens, strict=True)])
+        if [r.token for r in here] != [r.token for r in host]:
+            break
+        tokens = [r.token or 0 for r in here]
+        steps += 1
+    check("tokens drawn on the device are the sampler's", steps == 24, f"{steps} steps of {len(params)} kinds")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("model", type=Path)
@@ -101,6 +127,8 @@ def main() -> int:
     check("plan of device memory", cuda.plan.on_device and cuda.plan.available_bytes > 1 << 30, f"{cuda.plan}")
     prompt = prompt_of(cpu)
     compare_logits(args.model, prompt, args.out)
+
+    compare_draws(cuda, prompt)
 
     ours, rate = greedy(cuda, prompt, 64)
     theirs, _ = greedy(cpu, prompt, 64)
