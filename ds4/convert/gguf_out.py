@@ -80,7 +80,7 @@ def key(value: Any) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class OutTensor:
-    """A tensor to write; `chunks` gives its bytes in order, when its turn comes. `same_as` names a tensor of the same type
+    """A tensor to write; `chunks` gives its bytes in order, when its turn comes. `same_as` names one of the same type
     and size before it: nothing is written, both are the same bytes of the file."""
 
     name: str
