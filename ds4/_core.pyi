@@ -82,6 +82,13 @@ class StopMatcher:
     def held(self) -> int:
         """Bytes held back now."""
 
+def prefixed_strings(data: Buffer, at: int, count: int) -> tuple[list[str], int]:
+    """(strings, where the last one ends) of `count` strings from offset `at`, each behind its length in bytes.
+
+    Lengths have 8 bytes, little endian; bytes that are not UTF-8 become U+FFFD. Ends before the first string that
+    `data` does not hold whole: fewer came then. Raises ValueError for a negative offset.
+    """
+
 def common_prefix(a: Buffer, b: Buffer) -> int:
     """Length in bytes of the equal prefix."""
 

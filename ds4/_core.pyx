@@ -33,6 +33,7 @@ from libc.string cimport memcpy
 cdef extern from "Python.h":
     object PyUnicode_New(Py_ssize_t size, Py_UCS4 maxchar)
     object PyUnicode_FromOrdinal(int code)
+    object PyUnicode_DecodeUTF8(const char* data, Py_ssize_t size, const char* errors)
     void* PyUnicode_DATA(object o)
     int PyUnicode_KIND(object o)
     Py_ssize_t PyUnicode_GET_LENGTH(object o)
@@ -673,6 +674,31 @@ cdef int64_t prefix_length(const uint8_t* a, const uint8_t* b, int64_t n) noexce
     with nogil:
         same = ds4_common_prefix(a, b, n)
     return same
+
+
+def prefixed_strings(data, Py_ssize_t at, Py_ssize_t count):
+    cdef Py_buffer view
+    cdef const uint8_t* p
+    cdef uint64_t size
+    cdef list found = []
+    cdef int i
+    if at < 0:
+        raise ValueError(f"offset {at}")
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        while count > 0 and at <= view.len - 8:
+            p = <const uint8_t*>view.buf + at
+            size = 0
+            for i in range(8):
+                size |= <uint64_t>p[i] << (8 * i)
+            if size > <uint64_t>(view.len - at - 8):
+                break
+            found.append(PyUnicode_DecodeUTF8(<const char*>p + 8, <Py_ssize_t>size, "replace"))
+            at += 8 + <Py_ssize_t>size
+            count -= 1
+        return found, at
+    finally:
+        PyBuffer_Release(&view)
 
 
 def common_prefix(a, b):

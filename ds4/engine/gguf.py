@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from ds4._core import prefixed_strings
 from ds4.engine.mapping import map_file
 from ds4.engine.tensors import DType, Tensor
 from ds4.errors import ModelFileError, UnsupportedModelError
@@ -174,20 +175,13 @@ class GGUFFile:
         return flags.view(np.bool_), name
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """The hot loop of opening a file: a vocabulary has 10^5 strings. Bytes that are not UTF-8 become U+FFFD."""
-        view, unpack, size, pos = self._view, _U64.unpack_from, self.size, self._pos
-        strings: list[str] = []
-        try:
-            for _ in range(count):
-                start = pos + 8
-                pos = start + unpack(view, pos)[0]
-                if pos > size:
-                    self._fail(
-                        key, f"string {len(strings)} of {pos - start} bytes at offset {start}, the file ends at {size}"
-                    )
-                strings.append(str(view[start:pos], "utf-8", "replace"))
-        except struct.error:
-            self._fail(key, f"string {len(strings)} at offset {pos}, the file ends at {size}")
+        """A vocabulary has 10^5 of them. Bytes that are not UTF-8 become U+FFFD."""
+        strings, pos = prefixed_strings(self._view, self._pos, count)
+        if len(strings) < count:
+            where = f"string {len(strings)} at offset {pos}"
+            if self.size - pos >= 8:
+                where = f"string {len(strings)} of {_U64.unpack_from(self._view, pos)[0]} bytes at offset {pos + 8}"
+            self._fail(key, f"{where}, the file ends at {self.size}")
         self._pos = pos
         return strings
 

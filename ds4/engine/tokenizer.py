@@ -287,12 +287,12 @@ def _byte_level_bpe(spec: TokenizerSpec) -> Any:
         raise UnsupportedModelError(
             spec.where, "tokenizer.ggml.pre", f"unknown pre-tokenizer {spec.pre!r}, known are: {known}"
         )
-    merges = []
-    for i, merge in enumerate(spec.merges):
-        left, space, right = merge.partition(" ")
-        if not (space and left and right) or " " in right:
-            raise ModelFileError(spec.where, "tokenizer.ggml.merges", f"entry {i} is {merge!r}, expected two tokens")
-        merges.append((left, right))
+    merges = [merge.partition(" ")[::2] for merge in spec.merges]
+    wrong = (i for i, (left, right) in enumerate(merges) if not left or not right or " " in right)
+    if (i := next(wrong, None)) is not None:
+        raise ModelFileError(
+            spec.where, "tokenizer.ggml.merges", f"entry {i} is {spec.merges[i]!r}, expected two tokens"
+        )
     vocab = {token: i for i, token in enumerate(spec.tokens)}
     if pre.whole_words_first:
         made = {left + right for left, right in merges}

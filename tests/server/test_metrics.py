@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from ds4.server.exposition import render
 from ds4.server.metrics import SECONDS, WIDTHS, Histogram, Metrics
 from ds4.server.types import Failed, Finish
 from tests.support.wire import get, run, serving
@@ -56,7 +57,7 @@ def finish(**changes: object) -> Finish:
 
 
 def scrape(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    body, content_type = metrics.render()
+    body, content_type = render(metrics)
     assert content_type.startswith("text/plain")
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -138,7 +139,7 @@ def test_both_text_formats_parse():
     metrics = Metrics(slots_total=1)
     metrics.response("POST", '/v1/chat/completions"\n', 200, 0.2, "peer", "")
     metrics.on_step(Step(decode_rows=1, itl=[0.01]))
-    body, content_type = metrics.render("application/openmetrics-text; version=1.0.0")
+    body, content_type = render(metrics, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     names = {family.name for family in parse_openmetrics(body.decode())}
     assert {"ds4_http_requests", "ds4_inter_token_latency_seconds", "ds4_slots"} <= names

@@ -110,7 +110,9 @@ async def health(service: Service, request: Request, responder: Responder) -> No
 
 async def metrics(service: Service, request: Request, responder: Responder) -> None:
     """Metrics, for Prometheus."""
-    body, content_type = service.metrics.render(request.headers.get("accept", ""))
+    from ds4.server.exposition import render
+
+    body, content_type = render(service.metrics, request.headers.get("accept", ""))
     responder.send(200, body, content_type)
 
 
