@@ -35,8 +35,8 @@ from ds4.server.kvpolicy import KvConfig
 
 PROGRAM = "ds4-server"
 
-_INTRO = """Serves a local model to OpenAI-compatible clients: /v1/chat/completions, /v1/models, /health, /metrics,
-/slots, /tokenize, /detokenize, /apply-template. With no --model it serves a small demo model."""
+_INTRO = """Serves a local model to clients of OpenAI (/v1/chat/completions, /v1/completions, /v1/responses) and of
+Anthropic (/v1/messages); /openapi.json describes all endpoints. With no --model it serves a small demo model."""
 
 TOPICS = {
     "runtime": "Model and engine",

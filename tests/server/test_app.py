@@ -170,6 +170,57 @@ def test_models(serve: Serve) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_a_model_object_has_every_member_that_clients_read(serve: Serve) -> None:
+    (model,) = serve(ScriptedEngine(ctx=500), max_output_tokens=100).http.get("/v1/models").json()["data"]
+    assert {name: model[name] for name in model if name not in ("name", "display_name", "supported_parameters")} == {
+        "id": "scripted",
+        "object": "model",
+        "created": 1767225600,
+        "owned_by": "ds4.c",
+        "context_length": 500,
+        "top_provider": {"context_length": 500, "max_completion_tokens": 100, "is_moderated": False},
+        "type": "model",
+        "created_at": "2026-01-01T00:00:00Z",
+    }
+    said = "tools tool_choice max_tokens temperature top_p top_k min_p ignore_eos stop seed stream reasoning_effort"
+    assert set(said.split()) <= set(model["supported_parameters"])
+
+
+@pytest.mark.parametrize(
+    ("syntax", "listed", "known", "unknown"),
+    [
+        (
+            "deepseek4",
+            ["own"],
+            ["own", "own-chat", "own-reasoner", "deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v4-flash-nothink"],
+            ["deepseek-v4.1-flash", "glm-5.2", "zai/own", "x", ""],
+        ),
+        ("deepseek41", ["own"], ["deepseek-v4.1-flash"], ["deepseek-v4-flash"]),
+        (
+            "glm",
+            ["own", "own-chat", "own-reasoner"],
+            ["own", "own-no-think", "glm-5.2", "glm-5.3-flash-chat", "zai/glm-5.2", "zai/glm-5.2-reasoner"],
+            ["qwen/glm-5.2", "zai/zai/glm-5.2"],
+        ),
+        (
+            "qwen",
+            ["own", "own-chat", "own-reasoner"],
+            ["qwen3.8-flash-next", "qwen3.8-flash-next-nothink", "qwen/qwen3.8-flash-next-chat"],
+            ["qwen/", "qwen/other"],
+        ),
+        ("chatml", ["own"], ["own"], ["own-chat", "qwen3.8-flash-next"]),
+    ],
+)
+def test_names_of_the_model(serve: Serve, syntax: str, listed: list[str], known: list[str], unknown: list[str]) -> None:
+    http = serve(ScriptedEngine(syntax=syntax, model_id="own")).http
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == listed
+    for name in (*listed, *known):
+        assert http.get(f"/v1/models/{name}").json()["id"] == name
+    for name in filter(None, unknown):
+        found = http.get(f"/v1/models/{name}")
+        assert (found.status_code, found.json()["error"]["code"]) == (404, "model_not_found"), name
+
+
 def test_tokenize_and_back(serve: Serve) -> None:
     http = serve().http
     text = "héllo <|im_end|> 😀"

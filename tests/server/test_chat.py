@@ -389,7 +389,12 @@ def test_unknown_fields_are_accepted_and_logged_once(serve: Serve, caplog: pytes
         ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "p", "format": {"type": "xml"}}}]},
+            "tools[0].custom.format.type",
+        ),
         ({"tools": {}}, "tools"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -472,6 +477,7 @@ def prompt_of(server: RunningServer, *messages: dict[str, Any], **fields: Any) -
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": ["a", 5]}], "messages[0].content[1]"),
+        ([{"role": "tool", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0]"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
@@ -492,6 +498,12 @@ def test_bad_messages_are_named(serve: Serve, messages: Any, param: str) -> None
     assert openai_error(serve().http.post("/v1/chat/completions", json={"messages": messages}))["param"] == param
 
 
+def test_one_result_answers_one_call(serve: Serve) -> None:
+    body = '{"messages":[{"role":"tool","tool_call_id":"a","content":"x","tool_call_id":"b"}]}'
+    found = openai_error(serve().http.post("/v1/chat/completions", content=body))
+    assert found["param"] == "messages[0].tool_call_id"
+
+
 def test_missing_messages(serve: Serve) -> None:
     for body in ({}, {"messages": None}):
         found = openai_error(serve().http.post("/v1/chat/completions", json=body))
@@ -500,7 +512,8 @@ def test_missing_messages(serve: Serve) -> None:
 
 def test_list_and_string_content_are_the_same_prompt(serve: Serve) -> None:
     server = serve()
-    parts = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}, {"text": None}]
+    nested = [{"type": "text", "text": "c"}, ""]
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": nested}, {"text": None}]
     for role in ("system", "user", "assistant"):
         assert prompt_of(server, {"role": role, "content": parts}) == prompt_of(
             server, {"role": role, "content": "abc"}
@@ -535,6 +548,16 @@ def test_calls_in_the_history(serve: Serve) -> None:
             assert history(call, content=content) == canonical
     garbage = history({"id": "a", "function": {"name": "mul", "arguments": '{"x": 4, '}})
     assert '<parameter=arguments>\n{"x": 4, \n</parameter>' in garbage
+
+
+def test_results_in_parts_of_any_kind(serve: Serve) -> None:
+    """A result stands in the history for good: what the model cannot be shown is named, not refused."""
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
+    made = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+    history = ({"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [made]})
+    for role in ("tool", "function"):
+        prompt = prompt_of(serve(), *history, {"role": role, "tool_call_id": "a", "content": parts})
+        assert "<tool_response>\nab[Unsupported image_url]\n</tool_response>" in prompt
 
 
 def test_tool_choice_none_hides_the_tools(serve: Serve) -> None:

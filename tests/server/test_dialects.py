@@ -23,8 +23,19 @@ SEEDS: dict[str, dict[str, Any]] = {
             {"role": "user", "content": [{"type": "text", "text": "x"}]},
             {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f"}}]},
             {"role": "tool", "tool_call_id": "c", "content": "r"},
+            {"role": "assistant", "tool_calls": [{"id": "d", "type": "custom", "custom": {"name": "p", "input": "z"}}]},
+            {"role": "tool", "tool_call_id": "d", "content": [{"type": "text", "text": "r"}]},
         ],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": TOOL}}],
+        "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": TOOL}},
+            {
+                "type": "custom",
+                "custom": {
+                    "name": "p",
+                    "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]*"}},
+                },
+            },
+        ],
         "n": 1,
         "stream_options": {"include_usage": True},
         "logit_bias": {"1": 1},

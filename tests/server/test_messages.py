@@ -336,7 +336,7 @@ def test_what_claude_code_sends(serve: Serve, caplog: pytest.LogCaptureFixture) 
     noted = [r.getMessage() for r in caplog.records if "has no effect" in r.getMessage()]
     assert sorted(noted) == [
         f"messages: field {name!r} has no effect"
-        for name in ("context_management", "metadata", "tools.web_search_20250305")
+        for name in ("context_management", "metadata", "thinking.display", "tools.web_search_20250305")
     ]
 
 
@@ -394,6 +394,11 @@ def test_refused_fields_are_named(serve: Serve, fields: dict[str, Any], param: s
     server = serve()
     assert error(post(server, **fields))["param"] == param
     assert server.engine.prompts == []
+
+
+def test_content_that_occurs_twice(serve: Serve) -> None:
+    body = '{"max_tokens":5,"messages":[{"role":"user","content":"x","content":"y"}]}'
+    assert error(serve().http.post("/v1/messages", content=body))["param"] == "messages[0].content"
 
 
 # ---- messages ---------------------------------------------------------------------------------------------------

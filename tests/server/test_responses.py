@@ -583,7 +583,7 @@ def test_what_codex_sends(serve: Serve, caplog: pytest.LogCaptureFixture) -> Non
     for _ in range(2):
         events(post(server, tools=[TOOL, NAMESPACE, PATCH], stream=True, **metadata))
     noted = [r.getMessage() for r in caplog.records if "has no effect" in r.getMessage()]
-    names = ("client_metadata", "include", "prompt_cache_key")
+    names = ("client_metadata", "include", "prompt_cache_key", "text.verbosity")
     assert sorted(noted) == [f"responses: field {name!r} has no effect" for name in names]
 
 

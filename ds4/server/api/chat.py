@@ -16,13 +16,14 @@ from ds4.prompt.types import Conversation, Message, Role, ToolCall
 from ds4.server.api import common, fields
 from ds4.server.api.again import once_more
 from ds4.server.api.chat_answer import ChatAnswer
+from ds4.server.api.chat_tools import ChatTools, chat_tools
 from ds4.server.api.choices_answer import new_style
-from ds4.server.api.content import arguments_text, text_of
+from ds4.server.api.content import arguments_text, result_text, text_of
+from ds4.server.api.custom_tools import custom_arguments
 from ds4.server.api.delivery import send
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.prepare import Limits, Preparer
 from ds4.server.api.structure import Structure, constrain, read_structure, read_tool_choice
-from ds4.server.api.tools import function_tools
 
 if TYPE_CHECKING:
     from ds4.server.api.service import Service
@@ -55,12 +56,12 @@ FIELDS = FieldTable(
         fields.STREAM,
         fields.STREAM_OPTIONS,
         fields.TIMINGS,
-        fields.accepted("tools", fields.ARRAY, "none", "functions; hosted tools are left out"),
+        fields.accepted("tools", fields.ARRAY, "none", "functions and custom tools; hosted ones are left out"),
         fields.accepted(
             "tool_choice",
             fields.one_of(fields.STRING, fields.OBJECT),
             "`auto`",
-            "`none` hides them; `required` or a named function makes the answer a call; others are 400",
+            "`none` hides them; `required` or a named tool makes the answer a call; others are 400",
         ),
         *fields.THINKING,
         fields.accepted("reasoning", fields.OBJECT, "", "`effort` in it counts"),
@@ -98,6 +99,7 @@ class ChatRequest:
 
     model: str | None
     conversation: Conversation
+    tools: ChatTools
     sampling: SamplingParams
     limits: Limits
     structure: Structure
@@ -113,19 +115,22 @@ def read_chat(body: Node, defaults: SamplingParams, preparer: Preparer, slots: i
     """Everything of a body. Raises RequestError or JSONError with the path of what is wrong."""
     without_effect = FIELDS.check(body)
     model = body.get_str("model")
-    conversation, unused = read_conversation(body, preparer)
+    conversation, tools, unused = read_conversation(body, preparer)
     _check_modalities(body)
     options = body.get_object("stream_options")
     return ChatRequest(
         model=model,
         conversation=conversation,
+        tools=tools,
         sampling=replace(common.sampling(body, defaults, preparer.vocab_size), logprobs=common.top_logprobs(body)),
         limits=Limits(
             max_tokens=common.max_tokens(body, ("max_tokens", "max_completion_tokens")),
             stop=common.stop_strings(body, "stop"),
             ignore_eos=common.ignore_eos(body),
         ),
-        structure=read_structure(body, body.get_object("response_format"), conversation, read_tool_choice(body)),
+        structure=read_structure(
+            body, body.get_object("response_format"), conversation, read_tool_choice(body), tools.raw_inputs
+        ),
         choices=common.choices(body, slots),
         stream=body.get_bool("stream", False),
         include_usage=options is not None and options.get_bool("include_usage", False),
@@ -134,8 +139,8 @@ def read_chat(body: Node, defaults: SamplingParams, preparer: Preparer, slots: i
     )
 
 
-def read_conversation(body: Node, preparer: Preparer) -> tuple[Conversation, list[str]]:
-    """What decides the prompt, and the names of fields without effect."""
+def read_conversation(body: Node, preparer: Preparer) -> tuple[Conversation, ChatTools, list[str]]:
+    """What decides the prompt, the tools of the body, and the names of fields without effect."""
     messages_node = body.get_array("messages")
     if messages_node is None:
         raise RequestError("missing messages", param="messages")
@@ -144,14 +149,14 @@ def read_conversation(body: Node, preparer: Preparer) -> tuple[Conversation, lis
         raise messages_node.error("Expected at least one message, got an empty array")
     unused: list[str] = []
     messages = tuple([_known_message(node) for node in nodes])
-    tools = function_tools(body, unused)
+    tools = chat_tools(body, unused)
     conversation = Conversation(
         messages,
-        tools if read_tool_choice(body).mode != "none" else (),
+        tools.tools if read_tool_choice(body).mode != "none" else (),
         common.thinking_effort(body, body.get_str("model", ""), preparer.syntax, preparer.n_ctx),
         _continues(body, nodes),
     )
-    return conversation, unused
+    return conversation, tools, unused
 
 
 def _continues(body: Node, nodes: list[Node]) -> bool:
@@ -196,11 +201,17 @@ def _message(node: Node) -> Message:
     role = _ROLES.get(name)
     if role is None:
         raise node["role"].error(f"Expected one of {', '.join(_ROLES)}, got {name[:40]!r}")
-    text = text_of(node.get("content"))
+    content = node.get("content")
+    if role == "tool":
+        common.once(node, "tool_call_id")
+        # Parts of a result may be of any kind, as in the other dialects.
+        is_parts = content is not None and content.kind == "array"
+        result = result_text(content) if is_parts else text_of(content)
+        return Message(role, result, call_id=node.get_str("tool_call_id"))
+    text = text_of(content)
     if role == "assistant":
         return Message(role, text, reasoning=_reasoning(node), calls=_calls(node))
-    call_id = node.get_str("tool_call_id") if role == "tool" else None
-    return Message(role, text, call_id=call_id)
+    return Message(role, text)
 
 
 def _reasoning(node: Node) -> str:
@@ -224,7 +235,8 @@ def _call(item: Node) -> ToolCall:
     call_id = item.get_str("id", "")
     custom = item.get_object("custom")
     if custom is not None:
-        return ToolCall(call_id, common.required(custom, "name").as_str(), arguments_text(custom.get("input")))
+        name = common.required(custom, "name").as_str()
+        return ToolCall(call_id, name, custom_arguments(custom.get_str("input", "")))
     function = common.required(item, "function")
     return ToolCall(call_id, common.required(function, "name").as_str(), arguments_text(function.get("arguments")))
 
@@ -263,7 +275,7 @@ async def chat_completions(service: Service, request: Request, responder: Respon
         )
         for choice in range(chat.choices)
     ]
-    answer = ChatAnswer(style, service.token_bytes, service.remember_call)
+    answer = ChatAnswer(style, service.token_bytes, service.remember_call, chat.tools.customs)
     again = once_more(service.preparer, chat.conversation, prompt)
     await send(service, jobs, answer, responder, stream=chat.stream, again=again)
 

@@ -1,14 +1,18 @@
 """What a generation looks like in Chat Completions: one object, or a stream of chunks.
 
 Shapes are those of OpenAI's API reference (chat completion object, chat completion chunk object), with
-`reasoning_content` beside `content` as DeepSeek's API defines it and `cache_write_tokens` in the prompt details.
+`reasoning_content` beside `content` as DeepSeek's API defines it and `cache_write_tokens` in the prompt details. A call
+of a custom tool has its input in one piece, when its block is complete: until then it is JSON that may still break.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ds4._json import dumps
 from ds4.server.api.answer import CallFinished, Collected, TokenBytes
 from ds4.server.api.choices_answer import ChoicesAnswer, Style
+from ds4.server.api.custom_tools import custom_input
 from ds4.server.api.ids import new_call_id
 from ds4.server.api.usage import finite_logprob
 from ds4.server.types import (
@@ -57,9 +61,12 @@ class ChatLogprobs:
 
 
 class ChatAnswer(ChoicesAnswer):
-    """Implements `ds4.server.api.answer.Answer`."""
+    """Implements `ds4.server.api.answer.Answer`. `customs` are the names of custom tools."""
 
-    def __init__(self, style: Style, token_bytes: TokenBytes, call_finished: CallFinished) -> None:
+    def __init__(
+        self, style: Style, token_bytes: TokenBytes, call_finished: CallFinished, customs: Collection[str] = ()
+    ) -> None:
+        self._customs = customs
         self._token_bytes = token_bytes
         self._call_finished = call_finished
         super().__init__(style, "chat.completion", "chat.completion.chunk")
@@ -67,6 +74,8 @@ class ChatAnswer(ChoicesAnswer):
         self._content = [self._envelope + delta + b'{"content":"' for delta in self._deltas]
         self._reasoning = [self._envelope + delta + b'{"reasoning_content":"' for delta in self._deltas]
         self._call_ids: list[list[str]] = [[] for _ in self._deltas]
+        self._inputs: list[dict[int, list[str]]] = [{} for _ in self._deltas]
+        """Pieces of the arguments of each custom tool's call, by its index."""
 
     def _behind_text(self, choice: int) -> bytes:
         return b'"}'
@@ -86,14 +95,18 @@ class ChatAnswer(ChoicesAnswer):
             case ToolCallStart():
                 call_id = new_call_id()
                 self._call_ids[choice].append(call_id)
-                function = {"name": event.name, "arguments": ""}
-                return self._call(
-                    choice, {"index": event.index, "id": call_id, "type": "function", "function": function}
-                )
+                if event.name in self._customs:
+                    self._inputs[choice][event.index] = []
+                return self._call(choice, {"index": event.index, **self._made(call_id, event.name, "", "")})
             case ToolCallDelta():
-                return self._call(choice, {"index": event.index, "function": {"arguments": event.arguments}})
+                if event.index not in self._inputs[choice]:
+                    return self._call(choice, {"index": event.index, "function": {"arguments": event.arguments}})
+                self._inputs[choice][event.index].append(event.arguments)
             case ToolCallEnd():
                 self._call_finished(self._call_ids[choice][event.index], event.raw)
+                if event.index in self._inputs[choice]:
+                    text = custom_input("".join(self._inputs[choice][event.index]))
+                    return self._call(choice, {"index": event.index, "custom": {"input": text}})
             case SampledToken():
                 self._chunks[choice].sampled(event)
             case Finish():
@@ -101,6 +114,12 @@ class ChatAnswer(ChoicesAnswer):
             case _:
                 pass
         return b""
+
+    def _made(self, call_id: str, name: str, arguments: str, text: str) -> dict[str, object]:
+        """A call in the form of its tool: a function has `arguments`, a custom tool `text`."""
+        if name in self._customs:
+            return {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _call(self, choice: int, call: dict[str, object]) -> bytes:
         return self._delta(choice, {"tool_calls": [call]})
@@ -117,7 +136,6 @@ class ChatAnswer(ChoicesAnswer):
             for call in answer.calls:
                 call_id = new_call_id()
                 self._call_finished(call_id, call.raw)
-                function = {"name": call.name, "arguments": call.arguments}
-                calls.append({"id": call_id, "type": "function", "function": function})
+                calls.append(self._made(call_id, call.name, call.arguments, custom_input(call.arguments)))
             message["tool_calls"] = calls
         return {"message": message}

@@ -6,6 +6,7 @@ what becomes of the others, is in `fields`.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -45,6 +46,21 @@ def required(node: Node, name: str) -> Node:
     return member
 
 
+def once(node: Node, name: str) -> None:
+    """Raises JSONError when an object has a member twice that readers disagree about."""
+    if len(node) == len(node.keys()):
+        return
+    # Numbers stay text: Python refuses to convert very long ones.
+    members = json.loads(node.raw, object_pairs_hook=lambda pairs: pairs, parse_int=str, parse_float=str)
+    if sum(member == name for member, _ in members) > 1:
+        raise node[name].error(f"Expected one {name}, got several")
+
+
+def _is_beyond(node: Node) -> bool:
+    """A positive number that has more than 64 bits."""
+    return node.kind in ("int", "float") and node.as_float() >= 2.0**63
+
+
 # ---- sampling ---------------------------------------------------------------------------------------------------
 
 
@@ -73,9 +89,10 @@ def _unit(value: float) -> float:
 
 
 def _seed(body: Node, default: int | None) -> int | None:
-    seed = body.get_int("seed")
-    if seed is None:
+    node = body.get("seed")
+    if node is None:
         return default
+    seed = int(node.as_float()) if _is_beyond(node) else node.as_int()
     return None if seed < 0 else seed & (2**63 - 1)
 
 
@@ -140,7 +157,7 @@ def max_tokens(body: Node, names: Collection[str]) -> int | None:
     limit: int | None = None
     for name, node in given(body):
         if name in names:
-            limit = node.as_int(-1)
+            limit = 2**63 - 1 if _is_beyond(node) else node.as_int(-1)
     return None if limit == -1 else limit
 
 
@@ -177,7 +194,7 @@ def thinking_effort(body: Node, model: str, syntax: Syntax, n_ctx: int) -> str |
     effort: str | int | None = None
     for name, node in given(body):
         if name == "thinking":
-            on = _thinking(node, on)
+            on = _thinking(node, on if on is not None else True)
         elif name in ("think", "enable_thinking"):
             on = node.as_bool()
         elif name == "reasoning_effort":
@@ -203,7 +220,7 @@ def thinking_effort(body: Node, model: str, syntax: Syntax, n_ctx: int) -> str |
     return "high" if effort is None else effort
 
 
-def _thinking(node: Node, before: bool | None) -> bool | None:
+def _thinking(node: Node, before: bool) -> bool:
     """The switch after `thinking`, a bool or an object whose unknown types change nothing."""
     if node.kind == "bool":
         return node.as_bool()

@@ -48,7 +48,8 @@ def messages(*roles: str) -> Schema:
 class Field:
     """One member of a request body. `schema` is JSON Schema; `default` and `note` are for people.
 
-    `harmless` are the values of a refused field that ask for nothing (so do null and empty containers).
+    `harmless` are the values of a refused field that ask for nothing (so do null and empty containers). `idle` are
+    members of an object that are accepted without effect.
     """
 
     name: str
@@ -58,14 +59,15 @@ class Field:
     use: Use = "accepted"
     required: bool = False
     harmless: tuple[object, ...] = ()
+    idle: tuple[str, ...] = ()
 
 
 def required(name: str, schema: Schema, note: str = "") -> Field:
     return Field(name, schema, "required", note, required=True)
 
 
-def accepted(name: str, schema: Schema, default: str = "", note: str = "") -> Field:
-    return Field(name, schema, default, note)
+def accepted(name: str, schema: Schema, default: str = "", note: str = "", *, idle: Iterable[str] = ()) -> Field:
+    return Field(name, schema, default, note, idle=tuple(idle))
 
 
 def refused(name: str, note: str = "", *, harmless: Iterable[object] = ()) -> Field:
@@ -91,13 +93,23 @@ class FieldTable:
     def _with_effect(self) -> frozenset[str]:
         return frozenset(field.name for field in self.fields if field.use != "ignored")
 
+    @cached_property
+    def _idle(self) -> tuple[tuple[str, str], ...]:
+        return tuple((field.name, member) for field in self.fields for member in field.idle)
+
     def check(self, body: Node) -> list[str]:
-        """Names of the fields without effect. Raises JSONError for the first refused one that asks for something."""
+        """Names of the fields without effect, and of members of fields. Raises JSONError for the first refused one that
+        asks for something."""
         for field in self._refused:
             node = body.get(field.name)
             if node is not None and _asks(node, field.harmless):
                 raise node.error(f"{field.name} is not supported by this server")
-        return [name for name, node in body.items() if name not in self._with_effect and not node.is_null]
+        unused = [name for name, node in body.items() if name not in self._with_effect and not node.is_null]
+        for name, member in self._idle:
+            node = body.get(name)
+            if node is not None and node.kind == "object" and node.get(member) is not None:
+                unused.append(f"{name}.{member}")
+        return unused
 
 
 def _asks(node: Node, harmless: tuple[object, ...]) -> bool:
@@ -132,7 +144,13 @@ SAMPLING = (
 )
 
 THINKING = (
-    accepted("thinking", one_of(BOOLEAN, OBJECT), "on", "a switch, or `{type: enabled, disabled or adaptive}`"),
+    accepted(
+        "thinking",
+        one_of(BOOLEAN, OBJECT),
+        "on",
+        "a switch, or `{type: enabled, disabled or adaptive}`; `budget_tokens` and `display` in it have no effect",
+        idle=("budget_tokens", "display"),
+    ),
     accepted("think", BOOLEAN, "on", "the same switch"),
     accepted("enable_thinking", BOOLEAN, "on", "the same switch"),
     accepted("chat_template_kwargs", OBJECT, "", "`enable_thinking` and `reasoning_effort` in it count"),

@@ -163,6 +163,7 @@ def _system(node: Node | None) -> str | None:
 
 def _messages(node: Node, unused: list[str]) -> list[Message]:
     role = common.required(node, "role").as_str()
+    common.once(node, "content")
     content = node.get("content")
     if role not in _ROLES:
         raise node["role"].error(f"Expected a role of 'user' or 'assistant' (or 'system'), got {role[:40]!r}")

@@ -58,11 +58,24 @@ DETOKENIZE_FIELDS = FieldTable(
 )
 
 
-def model_object(service: Service) -> dict[str, object]:
+_LINES = {
+    "deepseek4": ("deepseek-v4-flash", "deepseek-v4-pro"),
+    "deepseek41": ("deepseek-v4.1-flash",),
+    "glm": ("glm-5.2", "glm-5.3-flash"),
+    "qwen": ("qwen3.8-flash-next",),
+}
+"""Names that the makers' own services give to models of a prompt syntax: clients look for them by habit."""
+_MAKERS = {"glm": "zai/", "qwen": "qwen/"}
+_THINKING = ("-chat", "-no-think", "-nothink", "-reasoner")
+"""Behind an id: the same model with thinking off, or on (`common.thinking_effort`)."""
+_SHOWN = ("-chat", "-reasoner")
+
+
+def model_object(service: Service, id: str) -> dict[str, object]:
     """The model as OpenAI, OpenRouter and Anthropic clients look for it: one object carries all three."""
     n_ctx = service.preparer.n_ctx
     return {
-        "id": service.model_id,
+        "id": id,
         "object": "model",
         "created": _CREATED,
         "owned_by": "ds4.c",
@@ -80,24 +93,39 @@ def model_object(service: Service) -> dict[str, object]:
     }
 
 
-def known_ids(service: Service) -> tuple[str, ...]:
-    """Ids of this one model: the alias, if there is one, stands before the model's own."""
-    return tuple(dict.fromkeys((service.model_id, service.engine.info.id)))
+def listed_ids(service: Service) -> tuple[str, ...]:
+    """The ids of the one model: its own or its alias and, where people choose thinking by the name of the model, that
+    with thinking off and on."""
+    own = service.model_id
+    return (own, *(own + end for end in _SHOWN)) if service.preparer.syntax.name in _MAKERS else (own,)
+
+
+def is_known(service: Service, id: str) -> bool:
+    """Is this a name of the loaded model? Its alias, its own id, or one of its line, also with an end that switches
+    thinking."""
+    syntax = service.preparer.syntax
+    bare = next((id.removesuffix(end) for end in _THINKING if id.endswith(end)), id) if syntax.thinking else id
+    names = {service.model_id, service.engine.info.id}
+    line = _LINES.get(syntax.name, ())
+    maker = _MAKERS.get(syntax.name, "")
+    # A full id may itself end like a switch.
+    return id in names or bare in names or bare in line or (bool(maker) and bare.removeprefix(maker) in line)
 
 
 async def list_models(service: Service, request: Request, responder: Responder) -> None:
-    """The list of models, which has one."""
-    data = [model_object(service)]
-    ends = {"has_more": False, "first_id": service.model_id, "last_id": service.model_id}
+    """The list of models: the loaded one, under its names."""
+    ids = listed_ids(service)
+    data = [model_object(service, id) for id in ids]
+    ends = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}
     responder.send(200, dumps({"object": "list", "data": data, **ends}) + b"\n")
 
 
 async def get_model(service: Service, request: Request, responder: Responder) -> None:
     """One model by its id, which may contain slashes."""
     wanted = request.path.partition("/models/")[2]
-    if wanted not in known_ids(service):
+    if not is_known(service, wanted):
         raise RequestError(f"The model {wanted[:80]!r} does not exist", status=404, code="model_not_found")
-    responder.send(200, dumps({**model_object(service), "id": wanted}) + b"\n")
+    responder.send(200, dumps(model_object(service, wanted)) + b"\n")
 
 
 async def health(service: Service, request: Request, responder: Responder) -> None:

@@ -79,6 +79,8 @@ def _operation(route: DocumentedRoute, path: str) -> dict[str, object]:
         statuses |= _BODY_STATUSES
     if path.endswith("{id}"):
         statuses[404] = "there is no such thing"
+    if route.answer.live:
+        statuses[409] = "results came without their calls, whose state is not live any more: send the whole history"
     name = "AnthropicError" if route.shape is anthropic_error else "Error"
     error: dict[str, object] = {"$ref": f"#/components/schemas/{name}"}
     responses: dict[str, object] = {"200": {"description": "the answer", "content": _answer(route.answer)}}

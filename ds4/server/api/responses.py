@@ -53,7 +53,13 @@ _PROMPT_FIELDS = (
     ),
     *fields.THINKING,
     fields.accepted("output_config", fields.OBJECT, "", "`effort` in it counts"),
-    fields.accepted("text", fields.OBJECT, "text", f"`format`: {fields.FORMAT_NOTE}; `verbosity` has no effect"),
+    fields.accepted(
+        "text",
+        fields.OBJECT,
+        "text",
+        f"`format`: {fields.FORMAT_NOTE}; `verbosity` has no effect",
+        idle=("verbosity",),
+    ),
     fields.accepted("parallel_tool_calls", fields.BOOLEAN, "true", "echoed; false holds where calls are constrained"),
     fields.accepted(
         "previous_response_id",

@@ -19,9 +19,10 @@ from typing import Literal
 from ds4._json import dumps, parse, sse_chunk
 from ds4.prompt.types import Message, ToolCall
 from ds4.server.api.answer import CallFinished, Collected, TurnFinished
+from ds4.server.api.custom_tools import custom_input
 from ds4.server.api.errors import WireError, openai_error
 from ds4.server.api.ids import new_call_id, new_id
-from ds4.server.api.responses_tools import ToolForm, custom_input
+from ds4.server.api.responses_tools import ToolForm
 from ds4.server.api.usage import responses_usage
 from ds4.server.sse import frame
 from ds4.server.types import (

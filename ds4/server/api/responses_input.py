@@ -19,7 +19,8 @@ from ds4.errors import RequestError
 from ds4.prompt.types import Message, Role, ToolCall
 from ds4.server.api import common
 from ds4.server.api.content import arguments_text, result_text, text_of
-from ds4.server.api.responses_tools import TOOL_SEARCH, ToolTable, custom_arguments
+from ds4.server.api.custom_tools import custom_arguments
+from ds4.server.api.responses_tools import TOOL_SEARCH, ToolTable
 
 _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 

@@ -17,13 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ds4._json import JSONError, Node, dumps, parse
-from ds4.engine.constraint import Grammar
-from ds4.prompt.call_inputs import INPUT
+from ds4._json import Node
 from ds4.prompt.types import Tool
 from ds4.server.api.common import required
-from ds4.server.api.structure import RawInput
-from ds4.server.api.tools import declaration
+from ds4.server.api.custom_tools import RawInput, custom_tool
+from ds4.server.api.tools import declaration, declared_tool, tool_name
 
 Kind = Literal["function", "custom", "tool_search"]
 
@@ -99,12 +97,12 @@ class ToolTable:
 
     def _add(self, item: Node, kind: str, namespace: str | None, unused: list[str]) -> None:
         if kind == "function":
-            name = _name(item)
+            name = tool_name(item)
             tool = Tool(name, declaration(item, _MARKS)) if namespace is None else _member(item, namespace + name)
             self._put(tool, ToolForm("function", name, namespace))
         elif kind == "custom":
-            name = _name(item)
-            tool, raw = _custom(item, (namespace or "") + name)
+            name = tool_name(item)
+            tool, raw = custom_tool(item, (namespace or "") + name)
             self._put(tool, ToolForm("custom", name, namespace, raw))
         elif kind == TOOL_SEARCH and item.get_str("execution", "client") == "client":
             self._put(_tool_search(item), ToolForm("tool_search", TOOL_SEARCH))
@@ -118,68 +116,11 @@ class ToolTable:
             self._forms[tool.name] = form
 
 
-def _name(item: Node) -> str:
-    name = required(item, "name").as_str()
-    if not name:
-        raise item["name"].error("Expected a name, got an empty string")
-    return name
-
-
-def _declared(name: str, description: str, parameters: object) -> Tool:
-    text = parse(dumps({"name": name, "description": description, "parameters": parameters})).canonical()
-    return Tool(name, text)
-
-
 def _member(item: Node, name: str) -> Tool:
     parameters = item.get("parameters") or item.get("input_schema") or _NO_PARAMETERS
-    return _declared(name, item.get_str("description", ""), parameters)
-
-
-def _custom(item: Node, name: str) -> tuple[Tool, RawInput | None]:
-    """A custom tool as a function of one text, and the grammar of the text, which the model is shown, too."""
-    parameter: dict[str, object] = {"type": "string"}
-    form = item.get_object("format")
-    raw = None if form is None else _raw_input(form)
-    if raw is not None:
-        syntax = "lark" if raw.grammar.kind == "lark" else "regex"
-        parameter["description"] = f"Text by this {syntax} grammar:\n{raw.grammar.text}"
-    parameters = {"type": "object", "properties": {INPUT: parameter}, "required": [INPUT]}
-    return _declared(name, item.get_str("description", ""), parameters), raw
-
-
-def _raw_input(form: Node) -> RawInput | None:
-    """`format` of a custom tool: `{type: text}`, or `{type: grammar, syntax, definition}`, which may stand in a
-    member `grammar` as in Chat."""
-    kind = required(form, "type")
-    if kind.as_str() == "text":
-        return None
-    if kind.as_str() != "grammar":
-        raise kind.error(f"Expected `text` or `grammar`, got {kind.as_str()[:40]!r}")
-    holder = form.get_object("grammar") or form
-    syntax, definition = required(holder, "syntax"), required(holder, "definition")
-    if syntax.as_str() not in ("lark", "regex"):
-        raise syntax.error(f"Expected `lark` or `regex`, got {syntax.as_str()[:40]!r}")
-    grammar = Grammar("lark" if syntax.as_str() == "lark" else "regex", definition.as_str())
-    return RawInput(grammar, definition.path.removeprefix("$."))
+    return declared_tool(name, item.get_str("description", ""), parameters)
 
 
 def _tool_search(item: Node) -> Tool:
     description = item.get_str("description", "Search available tools.")
-    return _declared(TOOL_SEARCH, description, item.get("parameters") or _NO_PARAMETERS)
-
-
-def custom_arguments(text: str) -> str:
-    """The arguments that stand for a custom tool's input."""
-    return dumps({INPUT: text}).decode()
-
-
-def custom_input(arguments: str) -> str:
-    """The input in the arguments of a custom tool's call: the parameter's text, or all there is."""
-    try:
-        members = parse(arguments.encode()).as_object().items()
-    except JSONError:
-        return arguments
-    chosen = [value for name, value in members if name == INPUT] or [value for _, value in members]
-    if len(chosen) == 1 and chosen[0].kind == "str":
-        return chosen[0].as_str()
-    return arguments
+    return declared_tool(TOOL_SEARCH, description, item.get("parameters") or _NO_PARAMETERS)

@@ -18,11 +18,12 @@ JSON = "application/json"
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
     """Schemas by content type; `streams`: server-sent events where the request asks for them. `other`: statuses with a
-    body of their own instead of the error object."""
+    body of their own instead of the error object. `live`: a request may need a state that is not there any more."""
 
     content: Mapping[str, Schema]
     streams: bool = False
     other: Mapping[int, Schema] = field(default_factory=dict)
+    live: bool = False
 
 
 def closed(**members: Schema) -> Schema:
@@ -70,7 +71,10 @@ _FINISH = enum("stop", "length", "tool_calls")
 
 # ---- Chat and Completions
 
-_CALL = closed(id=STRING, type=const("function"), function=closed(name=STRING, arguments=STRING))
+_CALL = one_of(
+    closed(id=STRING, type=const("function"), function=closed(name=STRING, arguments=STRING)),
+    closed(id=STRING, type=const("custom"), custom=closed(name=STRING, input=STRING)),
+)
 _MESSAGE = optional(
     closed(role=const("assistant"), content=STRING), reasoning_content=STRING, tool_calls=array_of(_CALL)
 )
@@ -141,7 +145,7 @@ _RESPONSE = closed(
     truncation=const("disabled"),
 )
 
-RESPONSES = AnswerShape({JSON: _RESPONSE}, streams=True)
+RESPONSES = AnswerShape({JSON: _RESPONSE}, streams=True, live=True)
 INPUT_TOKENS = AnswerShape({JSON: closed(object=const("response.input_tokens"), input_tokens=_COUNT)})
 
 # ---- Messages
@@ -173,6 +177,7 @@ MESSAGES = AnswerShape(
         )
     },
     streams=True,
+    live=True,
 )
 COUNT_TOKENS = AnswerShape({JSON: closed(input_tokens=_COUNT)})
 

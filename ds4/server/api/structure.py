@@ -25,6 +25,7 @@ from ds4.prompt.call_grammar import SYNTAXES, CallGrammar, Function, SchemaError
 from ds4.prompt.call_inputs import CallConstraint
 from ds4.prompt.types import Conversation, Tool
 from ds4.server.api.common import required
+from ds4.server.api.custom_tools import RawInput
 from ds4.server.api.tools import SCHEMA
 
 if TYPE_CHECKING:
@@ -47,14 +48,6 @@ class Declared:
     """A function, and the path of its parameters in the body."""
 
     function: Function
-    param: str
-
-
-@dataclass(frozen=True, slots=True)
-class RawInput:
-    """The grammar of a custom tool's input, and its path in the body."""
-
-    grammar: Grammar
     param: str
 
 
@@ -158,7 +151,7 @@ def read_tool_choice(body: Node) -> ToolChoice:
         kind = required(node, "type").as_str()
         single = single or node.get_bool("disable_parallel_tool_use", False)
         if kind in ("function", "tool", "custom"):
-            holder = node.get_object("function") or node
+            holder = node.get_object("function") or node.get_object("custom") or node
             return ToolChoice("required", required(holder, "name").as_str(), single=True)
     if kind in ("required", "any"):
         return ToolChoice("required", single=single)
@@ -185,7 +178,7 @@ def _declared(body: Node, tools: tuple[Tool, ...]) -> tuple[Declared, ...]:
     places = {}
     for node in array or ():
         if node.kind == "object":
-            declaration = node.get_object("function") or node
+            declaration = node.get_object("function") or node.get_object("custom") or node
             name = declaration.get("name")
             if name is not None and name.kind == "str":
                 member = SCHEMA if "parameters" not in declaration and SCHEMA in declaration else "parameters"
