@@ -154,6 +154,40 @@ def test_sampling_policy(case: dict[str, Any]) -> None:
         assert turn.parser.greedy is greedy, (piece, state)
 
 
+def test_a_value_without_a_type_is_sampled_as_json_and_read_as_text() -> None:
+    turn = Turn("deepseek4", tools=True)
+    steps = (
+        (f'{OPEN}{INVOKE}<{D}parameter name="n">', True),
+        ('{"a": ', True),
+        ('"so', False),
+        ('me"', True),
+        ("}", True),
+        (f"</{D}parameter>{END}{CLOSE}", False),
+    )
+    for piece, greedy in steps:
+        turn.feed(piece.encode())
+        assert turn.parser.greedy is greedy, piece
+    (call,) = turn.finish("eos").calls
+    assert json.loads(call.arguments) == {"n": '{"a": "some"}'}
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("", "5"),
+        (' string="true"', "5"),
+        (' string="false"', 5),
+        (' string="True"', 5),
+        (' string="yes"', 5),
+        (' string=""', 5),
+    ],
+)
+def test_only_the_word_true_makes_a_text(attribute: str, value: object) -> None:
+    text = f'{OPEN}{INVOKE}<{D}parameter name="n"{attribute}>5</{D}parameter>{END}{CLOSE}'
+    (call,) = run_all_splits(text, "eos", "deepseek4", tools=True).calls
+    assert json.loads(call.arguments) == {"n": value}
+
+
 def test_no_greedy_sampling_while_thinking_or_without_tools() -> None:
     for options in ({"thinking": True, "tools": True}, {"tools": False}):
         turn = Turn("deepseek4", **options)
@@ -496,6 +530,41 @@ def test_prose_that_speaks_of_the_tags_is_text() -> None:
     assert (r.content, r.finish, r.error) == (text, "stop", None)
     r = run_all_splits(text + block(""), "eos", "deepseek4", tools=True)
     assert r.content == text and len(r.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        ("deepseek4", f'<{D}function_calls>\n<{D}invoke name="f">\n{END}</{D}function_calls>'),
+        ("deepseek4", f'{OPEN}<{D}invoke_all name="f">\n{END}{CLOSE}'),
+        ("deepseek4", f'{OPEN}<{D}invokename="f">\n{END}{CLOSE}'),
+        ("deepseek4", f'{OPEN}{INVOKE}<{D}parameters name="a" string="true">x</{D}parameter>\n{END}{CLOSE}'),
+        ("qwen", "<tool_call>\n<function=f<g>\n</function>\n</tool_call>"),
+        ("qwen", "<tool_call>\n<function=f>\n<parameter=a<b>\nx\n</parameter>\n</function>\n</tool_call>"),
+        ("qwen", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+        ("glm", "<tool_call> \n</tool_call>"),
+    ],
+)
+def test_what_only_looks_like_a_call(syntax: str, text: str) -> None:
+    """Another word where the name of a tag ends, the block of an older model, a name that a tag cuts."""
+    r = run_all_splits(text, "eos", syntax, tools=True)
+    assert r.calls == () and r.content == text
+
+
+def test_names_are_not_looked_up() -> None:
+    for syntax in SYNTAXES:
+        text, _ = written([("nobody.declared-me", {})], syntax)
+        r = run_all_splits(text.lstrip(), "eos", syntax, tools=True, schemas=[("f", "{}")])
+        assert [(c.name, c.arguments) for c in r.calls] == [("nobody.declared-me", "{}")]
+
+
+def test_a_space_before_the_end_of_a_tag() -> None:
+    """V4.1's tags are read with and without it."""
+    text = f'<{D} calls >\n<{D} invoke name="f" >\n<{D} parameter name="a" string="true" >x</{D} parameter >\n'
+    text += f"</{D} invoke >\n</{D} calls >"
+    r = run_all_splits(text, "eos", "deepseek41", tools=True)
+    assert [(c.name, json.loads(c.arguments)) for c in r.calls] == [("f", {"a": "x"})]
+    assert r.raw == text.encode()
 
 
 def test_a_malformed_block_at_the_end_is_an_error_to_tell() -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds4.cli.flags import (
     DRAFT_FLAGS,
@@ -27,6 +27,9 @@ from ds4.cli.program import run_program, version_line
 from ds4.cli.terminal import work_bar
 from ds4.engine.types import EngineConfig, SamplingParams
 from ds4.errors import ConfigError, ContextLengthError
+
+if TYPE_CHECKING:
+    from ds4.prompt.registry import Syntax
 
 PROGRAM = "ds4"
 DEFAULT_SYSTEM = "You are a helpful assistant"
@@ -49,6 +52,14 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--think",), "effort", "reason before answering", stores="high", default="high", topic="thinking"),
     Flag(("--think-max",), "effort", "reason as long as it takes", stores="max", topic="thinking"),
     Flag(("--nothink",), "effort", "answer at once", stores="none", topic="thinking"),
+    Flag(
+        ("--think-level",),
+        "effort",
+        "effort of DeepSeek V4.1, 1 to 100; 0 answers at once",
+        "N",
+        integer(0, 100),
+        topic="thinking",
+    ),
     Flag(("--backends",), "backends", "list the backends and why one is missing", default=False, topic="diagnostics"),
     Flag(("--version",), "version", "print the version", default=False, topic="diagnostics"),
 )
@@ -77,7 +88,7 @@ class ChatConfig:
     system: str | None
     max_tokens: int
     raw: bool
-    effort: str
+    effort: str | int
     draft_timing: bool = False
 
 
@@ -129,7 +140,7 @@ def run_chat(config: ChatConfig) -> int:
             sampling=config.sampling,
             max_tokens=config.max_tokens,
             system=system_text(config.system, syntax.name),
-            effort=config.effort if syntax.thinking else "none",
+            effort=effort_for(config.effort, syntax, engine.config.ctx),
             raw=config.raw,
             draft_timing=config.draft_timing,
         )
@@ -140,6 +151,19 @@ def run_chat(config: ChatConfig) -> int:
         return Repl(chat, Path.home() / ".ds4_history").run()
     finally:
         engine.close()
+
+
+def effort_for(wanted: str | int, syntax: Syntax, n_ctx: int) -> str | int:
+    """The effort that the model is told. Raises ConfigError for a level that it was not trained on."""
+    if isinstance(wanted, int) and not syntax.levels:
+        raise ConfigError("--think-level: this model takes no numeric effort (--think, --think-max, --nothink)")
+    if not syntax.thinking:
+        return "none"
+    if wanted == "max" and n_ctx < syntax.max_effort_context:
+        least = syntax.max_effort_context
+        print(f"{PROGRAM}: --think-max is served as --think: context {n_ctx} is below {least}", file=sys.stderr)
+        return "high"
+    return wanted
 
 
 def system_text(given: str | None, syntax: str) -> str:

@@ -12,9 +12,10 @@ import pytest
 
 from ds4.cli import main as program
 from ds4.cli.flags import parse_flags
-from ds4.cli.main import FLAGS, chat_config, main, read_prompt, system_text
+from ds4.cli.main import FLAGS, chat_config, effort_for, main, read_prompt, system_text
 from ds4.cli.terminal import TerminalOutput, progress_line
 from ds4.errors import ConfigError
+from ds4.prompt.registry import MAX_EFFORT_CONTEXT, SYNTAXES
 
 
 def values(*argv: str) -> dict[str, object]:
@@ -81,6 +82,34 @@ def test_prompt_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="byte 0"):
         read_prompt(values("--prompt-file", str(file)))
+
+
+def test_efforts(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, effort in (
+        ([], "high"),
+        (["--think"], "high"),
+        (["--think-max"], "max"),
+        (["--nothink"], "none"),
+        (["--think-level", "0"], 0),
+        (["--think-level", "42"], 42),
+    ):
+        assert chat_config(values("-p", "x", *argv)).effort == effort
+    for level in ("101", "-1", "x"):
+        with pytest.raises(ConfigError, match="--think-level: expected an integer"):
+            values("--think-level", level)
+    levels = {name for name, syntax in SYNTAXES.items() if syntax.levels}
+    assert levels == {"deepseek41"}
+    for name, syntax in SYNTAXES.items():
+        if name in levels:
+            assert (effort_for(42, syntax, 100), effort_for(0, syntax, 100)) == (42, 0)
+        else:
+            with pytest.raises(ConfigError, match="--think-level: this model takes no numeric effort"):
+                effort_for(42, syntax, 100)
+        assert effort_for("high", syntax, 100) == ("high" if syntax.thinking else "none")
+    assert capsys.readouterr().err == ""
+    assert effort_for("max", SYNTAXES["deepseek4"], MAX_EFFORT_CONTEXT) == "max"
+    assert effort_for("max", SYNTAXES["deepseek4"], MAX_EFFORT_CONTEXT - 1) == "high"
+    assert capsys.readouterr().err == "ds4: --think-max is served as --think: context 393215 is below 393216\n"
 
 
 def test_system_text_of_a_syntax() -> None:

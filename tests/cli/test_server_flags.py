@@ -176,6 +176,11 @@ def test_long_names_wrap() -> None:
     assert help_text("p", "i", [flag], {"t": "T"}, "t") == "T:\n  --a-very-long-flag-name-indeed NUMBER\n      text\n"
 
 
+def test_web_pages_do_not_open_the_address() -> None:
+    config = read_config(["--cors"], {})
+    assert (config.host, config.port, config.cors) == ("127.0.0.1", 8000, True)
+
+
 def test_loopback() -> None:
     hosts = {"127.0.0.1": True, "localhost": True, "::1": True, "[::1]": True, "0.0.0.0": False, "box": False}
     assert {host: ServerConfig(host=host).loopback for host in hosts} == hosts

@@ -59,6 +59,15 @@ def test_worked_prompts(case: Worked) -> None:
     assert prompt.thinking == prompt.text.endswith("<think>")
 
 
+def test_an_empty_system_text_adds_its_blank_line() -> None:
+    empty = Message("system", "")
+    with_tools = Conversation((empty, Message("system", "S"), user("q")), (WEATHER,), "none")
+    text = DeepSeek4Renderer().render(with_tools).text
+    assert text.endswith(f"{text_of(V4.declaration([WEATHER]))}\n\n\n\nS<｜User｜>q<｜Assistant｜></think>")
+    without = DeepSeek4Renderer().render(Conversation((empty, Message("system", "S"), user("q")), (), "none")).text
+    assert without == "<｜begin▁of▁sentence｜>\n\nS<｜User｜>q<｜Assistant｜></think>"
+
+
 def test_declaration_ends_as_trained() -> None:
     declaration = text_of(V4.declaration([WEATHER, WEATHER]))
     assert declaration.startswith("## Tools\n\nYou have access to a set of tools")

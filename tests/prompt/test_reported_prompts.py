@@ -23,7 +23,7 @@ def render(given: dict[str, Any]) -> RenderedPrompt:
     preparer = Preparer(ScriptedEngine(syntax="deepseek4"), 100)
     body = {"messages": given["messages"], "tools": given.get("tools", [])}
     body |= {"enable_thinking": given["thinking"]} if "thinking" in given else {}
-    conversation, _ = read_conversation(parse(dumps(body)), preparer)
+    conversation, *_ = read_conversation(parse(dumps(body)), preparer)
     return preparer.renderer.render(conversation)
 
 

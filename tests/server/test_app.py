@@ -154,6 +154,28 @@ def test_foreign_host_on_loopback(serve: Serve) -> None:
             assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_headers_of_clients_mean_nothing_without_keys(serve: Serve) -> None:
+    headers = {"Authorization": "Basic x", "x-api-key": "k", "anthropic-version": "1999-01-01", "anthropic-beta": "a,b"}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    for path in ("/v1/messages?beta=true", "/v1/chat/completions?x=1"):
+        assert serve("x").http.post(path, json=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses", "/v1/completions"])
+def test_both_headers_carry_a_key_everywhere(serve: Serve, path: str) -> None:
+    http = serve("x", api_keys=("right",)).http
+    said: dict[str, Any] = {"/v1/responses": {"input": "x"}, "/v1/completions": {"prompt": "x"}}
+    body = said.get(path, {"messages": [{"role": "user", "content": "x"}]})
+    for headers, status in (
+        ({"Authorization": "Bearer right"}, 200),
+        ({"x-api-key": "right"}, 200),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"x-api-key": "wrong"}, 401),
+        ({}, 401),
+    ):
+        assert http.post(path, json=body, headers=headers).status_code == status
+
+
 # ---- small endpoints --------------------------------------------------------------------------------------------
 
 
@@ -251,6 +273,15 @@ def test_tokenizer_endpoints_name_what_is_wrong(serve: Serve, path: str, body: A
     response = serve().http.post(path, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_health(serve: Serve) -> None:
+    server = serve(api_keys=("k",))
+    found = server.http.get("/health")
+    assert (found.status_code, found.json()) == (200, {"status": "ok"})
+    server.app._service.accepting = False
+    found = server.http.get("/health")
+    assert (found.status_code, found.json()) == (503, {"status": "error", "reason": "server shutting down"})
 
 
 def test_slots(serve: Serve) -> None:

@@ -192,6 +192,21 @@ def test_stop_string_over_token_borders(serve: Serve, stream: bool, stop: Any) -
         assert (choice["message"]["content"], choice["finish_reason"]) == ("one,", "stop")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_in_the_reasoning(serve: Serve, stream: bool) -> None:
+    server = serve(ScriptedEngine(Script.text("first, second</think>third", 3), syntax="deepseek4"))
+    response = server.chat(stop=["second"], stream=stream)
+    if stream:
+        deltas = [c["choices"][0] for c in chunks(response)]
+        assert "".join(d["delta"].get("reasoning_content", "") for d in deltas) == "first, "
+        assert not any("content" in d["delta"] for d in deltas)
+        assert deltas[-1]["finish_reason"] == "stop"
+    else:
+        (choice,) = response.json()["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "", "reasoning_content": "first, "}
+        assert choice["finish_reason"] == "stop"
+
+
 def test_logprobs(serve: Serve) -> None:
     server = serve(["A", "é"])
     content = server.chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
@@ -361,6 +376,18 @@ def test_ignore_eos(serve: Serve) -> None:
     for fields in ({}, {"temperature": 0.5}, {"temperature": None}):
         found = openai_error(server.chat(ignore_eos=True, **fields))
         assert found["message"] == "ignore_eos requires an explicit temperature of 0"
+
+
+def test_ignore_eos_ends_with_a_stop_string_or_a_call(serve: Serve) -> None:
+    fields = {"ignore_eos": True, "temperature": 0, "max_tokens": 200}
+    (choice,) = serve("a b c").chat(**fields, stop="c").json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("a b ", "stop")
+    call = '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="bash">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    server = serve(ScriptedEngine(Script.text(call, 3), syntax="deepseek4"))
+    (choice,) = server.chat(**fields, tools=[TOOL], think=False).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert openai_error(serve(Script(())).chat(**fields), 500), "no other token can be chosen"
 
 
 def test_model_name_is_echoed_and_defaults_to_the_alias(serve: Serve) -> None:
@@ -633,6 +660,21 @@ def test_bad_json(serve: Serve, body: bytes, says: str) -> None:
     assert says in found["message"]
     if says != "Expected `object`, got `array`":
         assert found["message"].startswith("invalid JSON request")
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/json"])
+def test_the_content_type_is_not_looked_at(serve: Serve, kind: str | None) -> None:
+    body = b'{"messages":[{"role":"user","content":"\xc3\xa9"}]}'
+    headers = {} if kind is None else {"content-type": kind}
+    server = serve("ok")
+    assert server.http.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
+    assert "user\n\u00e9<" in server.engine.prompts[0]
+
+
+def test_a_body_without_a_length_is_empty(serve: Serve) -> None:
+    response = serve().http.request("POST", "/v1/chat/completions")
+    assert "content-length" not in response.request.headers or response.request.headers["content-length"] == "0"
+    assert openai_error(response)["message"].startswith("invalid JSON request")
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])

@@ -443,6 +443,32 @@ def test_history_of_calls(serve: Serve) -> None:
     assert "xyz" not in prompt
 
 
+def test_a_failed_result_says_so_itself(serve: Serve) -> None:
+    """`is_error` adds nothing to the text of a result."""
+    server = serve()
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "bash", "input": {}}]}
+
+    def prompt(**more: Any) -> str:
+        result = {"type": "tool_result", "tool_use_id": "t", "content": "no such file", **more}
+        return prompt_of(server, HI, use, {"role": "user", "content": [result]})
+
+    assert prompt(is_error=True) == prompt(is_error=False) == prompt()
+
+
+def test_members_of_a_block_in_any_order(serve: Serve) -> None:
+    server = serve()
+    use = '{"input":{"command":"ls"},"name":"bash","id":"t","type":"tool_use"}'
+    result = '{"content":[{"text":"R","type":"text"}],"tool_use_id":"t","type":"tool_result"}'
+    turned = f'{{"messages":[{{"content":[{use}],"role":"assistant"}},{{"content":[{result}],"role":"user"}}]}}'
+    assert server.http.post("/v1/messages", content=turned).status_code == 200
+    straight = json.loads(turned)
+    for message in straight["messages"]:
+        message["content"] = [dict(sorted(block.items(), key=lambda m: m[0] != "type")) for block in message["content"]]
+    assert server.http.post("/v1/messages", json=straight).status_code == 200
+    first, second = server.engine.prompts
+    assert first == second and "<parameter=command>\nls\n" in first and "<tool_response>\nR\n" in first
+
+
 def test_final_assistant_message_is_continued(serve: Serve) -> None:
     server = serve(", three")
     history = (HI, {"role": "assistant", "content": "one, two"})

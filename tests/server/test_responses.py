@@ -473,6 +473,38 @@ def test_items_of_every_kind(serve: Serve) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "sent", "arguments"),
+    [
+        ("local_shell_call", "local_shell", {"action": {"command": "ls"}}, "<parameter=command>\nls\n</parameter>\n"),
+        ("shell_call", "shell", {"action": {"commands": []}}, "<parameter=commands>\n[]\n</parameter>\n"),
+        ("apply_patch_call", "apply_patch", {"input": "*** x"}, "<parameter=arguments>\n*** x\n</parameter>\n"),
+        ("web_search_call", "web_search_call", {"action": {"query": "q"}}, "<parameter=query>\nq\n</parameter>\n"),
+        ("image_generation_call", "image_generation_call", {}, ""),
+        ("tool_search_call", "tool_search", {"arguments": '{"q":"x"}'}, "<parameter=q>\nx\n</parameter>\n"),
+    ],
+)
+def test_calls_of_hosted_tools(serve: Serve, kind: str, name: str, sent: dict[str, Any], arguments: str) -> None:
+    """By `call_id` or `id`; their results have the type of the call and are said as `output` or `result`."""
+    server = serve()
+    for id, result in (("call_id", {"output": "R"}), ("id", {"output": None, "result": [{"text": "R"}]})):
+        items = [{"type": kind, id: "c", **sent}, {"type": f"{kind}_output", id: "c", **result}]
+        prompt = prompt_of(server, items)
+        assert f"<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>" in prompt
+        assert "<tool_response>\nR\n</tool_response>" in prompt
+
+
+def test_results_with_images(serve: Serve) -> None:
+    """What the model cannot be shown is named: a refusal would end the conversation for good."""
+    output = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:image/png;base64,"}]
+    for kind in ("function_call", "custom_tool_call"):
+        items = [
+            {"type": kind, "call_id": "c", "name": "f"},
+            {"type": f"{kind}_output", "call_id": "c", "output": output},
+        ]
+        assert "<tool_response>\na[Unsupported input_image]\n</tool_response>" in prompt_of(serve(), items)
+
+
 def test_reasoning_is_replayed_to_the_turn_it_belongs_to(serve: Serve) -> None:
     server = serve()
     seen: list[Any] = []

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ds4.server.api.usage import messages_usage, openai_usage, responses_usage
+from ds4.server.types import Finish
 from ds4.testing import Script, ScriptedEngine
 from tests.support.running_server import RunningServer, Serve
 
@@ -34,6 +36,32 @@ def usage(server: RunningServer, path: str, text: str, *, stream: bool) -> dict[
     data = [json.loads(event) for event in events]
     last = [d.get("response", d).get("usage") for d in data]
     return next(u for u in reversed(last) if u)
+
+
+def test_one_prompt_in_every_dialects_members() -> None:
+    """25,000 tokens of which 24,000 were cached and 600 were stored; 400 are lost when the session goes."""
+    finish = Finish("stop", 25_000, 24_000, 600, 50, 20)
+    cached = {"cached_tokens": 24_000, "cache_write_tokens": 600}
+    assert openai_usage(finish, timings=False) == {
+        "prompt_tokens": 25_000,
+        "completion_tokens": 50,
+        "total_tokens": 25_050,
+        "prompt_tokens_details": cached,
+        "completion_tokens_details": {"reasoning_tokens": 20},
+    }
+    assert responses_usage(finish) == {
+        "input_tokens": 25_000,
+        "input_tokens_details": cached,
+        "output_tokens": 50,
+        "output_tokens_details": {"reasoning_tokens": 20},
+        "total_tokens": 25_050,
+    }
+    assert messages_usage(25_000, 24_000, 600, 50) == {
+        "input_tokens": 400,
+        "output_tokens": 50,
+        "cache_read_input_tokens": 24_000,
+        "cache_creation_input_tokens": 600,
+    }
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -147,13 +147,10 @@ class InputReader:
         call_id = item.get_str("call_id") or item.get_str("id", "")
         if call_id not in self._known:
             self.orphans[call_id] = None
-        if kind.startswith("tool_search"):
-            found = item.get_array("tools")
-            self._tools.add(found, self._unused)
-            # Found tools are data for the model to read, not parts with text.
-            text = result_text(item.get("output")) if found is None else found.minified()
-        else:
-            text = result_text(item.get("output") or item.get("result"))
+        # Found tools are data for the model to read, not parts with text.
+        found = item.get_array("tools") if kind.startswith("tool_search") else None
+        self._tools.add(found, self._unused)
+        text = result_text(item.get("output") or item.get("result")) if found is None else found.minified()
         self.messages.append(Message("tool", text, call_id=call_id))
 
     def _take_reasoning(self) -> str:
