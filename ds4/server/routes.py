@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ds4._json import dumps
 from ds4.errors import ClientDisconnected, RequestError
 from ds4.server.api import chat, completions, messages, models, openapi, responses, shapes
-from ds4.server.api.errors import Shape, anthropic_error, openai_error, status_error, wire_error
+from ds4.server.api.errors import Shape, anthropic_error, headers_of, openai_error, status_error, wire_error
 from ds4.server.api.fields import FieldTable
 from ds4.server.api.shapes import AnswerShape
 from ds4.server.http import Refusal
@@ -136,8 +136,7 @@ class Router:
             wire = wire_error(error)
             if wire.status == 500:
                 log.error("%s %s failed: %s", request.method, request.path, error, exc_info=error)
-            headers = (("Retry-After", "5"),) if wire.status == 503 else ()
-            responder.send(wire.status, shape(wire), headers=headers, reason=wire.message)
+            responder.send(wire.status, shape(wire), headers=headers_of(wire), reason=wire.message)
 
     def gate(self, request: Request) -> Refusal | None:
         """Asks for a key, where the server has one, before the body is read. Both clients' headers are taken."""

@@ -88,6 +88,8 @@ def test_a_plan_that_does_not_fit_is_refused(gguf_file: Path, monkeypatch: pytes
 
 def test_context_of_its_own_choice(gguf_file: Path) -> None:
     assert open_engine(gguf_file, ctx=0).config.ctx == 512, "as trained"
+    for exactly in (1, 300, 513):
+        assert open_engine(gguf_file, ctx=exactly).config.ctx == exactly
 
 
 @pytest.mark.parametrize(

@@ -460,6 +460,7 @@ def test_queued_requests_are_refused_at_shutdown(serve: Serve) -> None:
     assert [a.status_code for a in answers] == [503, 503]
     assert {a.json()["error"]["message"] for a in answers} == {"shutdown requested", "server shutting down"}
     assert all(a.json()["error"]["type"] == "server_error" for a in answers)
+    assert all(a.headers["retry-after"] == "5" for a in answers)
 
 
 # ---- the program ------------------------------------------------------------------------------------------------

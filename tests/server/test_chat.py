@@ -827,6 +827,24 @@ def test_a_broken_call_is_never_executed(serve: Serve) -> None:
     assert choice == {"index": 0, "message": {"role": "assistant", "content": broken}, "finish_reason": "stop"}
 
 
+@pytest.mark.parametrize(("limit", "finish"), [(None, "stop"), (9, "length")])
+def test_nothing_is_put_into_what_a_model_says(serve: Serve, limit: int | None, finish: str) -> None:
+    """Not where a call opens inside of reasoning, not when thinking lasts longer than a client likes, not near the end:
+    the state holds what was drawn, and the client gets it."""
+    said = 'hm <｜DSML｜tool_calls>\n<｜DSML｜invoke name="bash">\n and so on, for a long time'
+    server = serve(ScriptedEngine(Script.text(said, 4), syntax="deepseek4"), slots=1)
+    thinking = {"type": "enabled", "budget_tokens": 2}
+    body = server.chat(tools=[TOOL], thinking=thinking, max_tokens=limit).json()
+    (choice,) = body["choices"]
+    count = body["usage"]["completion_tokens"]
+    shown = said.encode()[: 4 * count].decode("utf-8", "replace")
+    assert choice["message"] == {"role": "assistant", "content": "", "reasoning_content": shown}
+    assert choice["finish_reason"] == finish and (count == limit or shown == said)
+    tokens = server.engine.sessions[0].tokens[body["usage"]["prompt_tokens"] :]
+    assert len(tokens) in (count, count - 1)
+    assert said.encode().startswith(server.engine.tokenizer.decode(tokens))
+
+
 def test_a_broken_call_that_was_only_text_is_text(serve: Serve) -> None:
     server = serve(Script.text("x <tool_call>\n<func", 3))
     stream = chunks(server.chat(tools=[TOOL], stream=True))

@@ -71,9 +71,10 @@ class Client:
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         self.lose.append(callback)
 
-    def send(self, status: int, body: bytes, *, reason: str = "") -> None:
+    def send(self, status: int, body: bytes, *, headers: tuple[tuple[str, str], ...] = (), reason: str = "") -> None:
         self.started = True
         self.status = status
+        self.headers = headers
         self.writes.append(body)
 
     @property
@@ -259,5 +260,6 @@ def test_a_whole_answer_that_fails_has_a_status(monkeypatch: pytest.MonkeyPatch,
             await machine.bring(ContentDelta("fine"), END, choice=1)
         await sending
         assert machine.client.status == status and len(machine.client.writes) == 1
+        assert ("Retry-After" in dict(machine.client.headers)) is (status == 503)
 
     run(test)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ds4.errors import ClientDisconnected, ShuttingDown
 from ds4.server.api.answer import Again, Answer, as_text, collect
-from ds4.server.api.errors import failed_error, wire_error
+from ds4.server.api.errors import WireError, failed_error, headers_of, wire_error
 from ds4.server.api.usage import together
 from ds4.server.bridge import Pending
 from ds4.server.sse import EventStream
@@ -66,8 +66,7 @@ async def send(
             # Whether its state is still live shows when it gets a slot; until then a refusal is a status.
             first = await choices[0].first()
             if isinstance(first, Failed):
-                failure = failed_error(first)
-                responder.send(failure.status, answer.error(failure), reason=failure.message)
+                _refuse(responder, answer, failed_error(first))
                 return
         if stream:
             opened = EventStream.start(responder, service.keepalive, keep_alive=answer.keepalive)
@@ -155,7 +154,7 @@ class _Whole(_Delivery):
         last = batch[-1]
         if isinstance(last, Failed):
             failure = failed_error(last)
-            self._responder.send(failure.status, self._answer.error(failure), reason=failure.message)
+            _refuse(self._responder, self._answer, failure)
             self.end()
         elif isinstance(last, Finish):
             self._finishes[choice] = last
@@ -202,8 +201,11 @@ class _Whole(_Delivery):
 
     def _failed(self, error: Exception) -> None:
         if not self._responder.started:
-            wire = wire_error(error)
-            self._responder.send(wire.status, self._answer.error(wire), reason=wire.message)
+            _refuse(self._responder, self._answer, wire_error(error))
+
+
+def _refuse(responder: Responder, answer: Answer, error: WireError) -> None:
+    responder.send(error.status, answer.error(error), headers=headers_of(error), reason=error.message)
 
 
 class _Streamed(_Delivery):

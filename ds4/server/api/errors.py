@@ -64,6 +64,11 @@ def failed_error(failed: Failed) -> WireError:
     return WireError(failed.status, failed.message, error_type(failed.status), extra=dict(failed.details))
 
 
+def headers_of(error: WireError) -> tuple[tuple[str, str], ...]:
+    """Headers that go with an error: when to come back, if that helps."""
+    return (("Retry-After", "5"),) if error.status == 503 else ()
+
+
 def status_error(status: int, message: str) -> WireError:
     """An error of the transport, which knows a status and a message only."""
     return WireError(status, message, error_type(status), code="invalid_api_key" if status == 401 else None)
