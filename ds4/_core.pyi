@@ -1,4 +1,4 @@
-"""Bytes and tokens: SHA-1, incremental UTF-8, surrogate repair, stop strings, common prefixes.
+"""Bytes and tokens: SHA-1, incremental UTF-8, surrogate repair, stop strings, common prefixes, event framing.
 
 Token sequences are list or tuple of int, or any C-contiguous one-dimensional buffer of 4 or 8 byte integers (NumPy
 array, `array.array`, memoryview).
@@ -103,3 +103,12 @@ def common_prefix_tokens(a: Tokens, b: Tokens) -> int:
 
 def use_sha1(name: str) -> str:
     """Chooses "sha-ni" or "portable"; returns what was in use. For tests. Raises ValueError for what the CPU lacks."""
+
+def frame_event(head: bytes, data: bytes, chunked: bool = False) -> bytes:
+    """A server-sent event: `head` (all lines before the data, and `data: `), `data` and an empty line.
+
+    Line breaks in `data` begin further `data:` lines. `chunked`: as one chunk of a body (RFC 9112 section 7.1).
+    """
+
+def frame_chunk(data: bytes) -> bytes:
+    """`data` as one chunk of a body. Raises ValueError for none, which would end the body."""

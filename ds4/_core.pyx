@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, freethreading_compatible=True
-"""Bytes and tokens on the hot path: SHA-1, incremental UTF-8, surrogate repair, stop strings, common prefixes.
+"""Bytes and tokens on the hot path: SHA-1, incremental UTF-8, surrogates, stop strings, common prefixes, events.
 
 Stop strings are a trie with failure links (Aho and Corasick 1975). For "ab" and "bc":
 
@@ -27,7 +27,7 @@ from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from cpython.tuple cimport PyTuple_CheckExact
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memchr, memcpy
 
 
 cdef extern from "Python.h":
@@ -758,3 +758,6 @@ def common_prefix_tokens(a, b):
             close_tokens(&y)
     finally:
         close_tokens(&x)
+
+
+include "_core_events.pxi"

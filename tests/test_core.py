@@ -370,3 +370,36 @@ def test_prefixed_strings_end_where_the_data_does() -> None:
     assert _core.prefixed_strings(data, 2**62, 1) == ([], 2**62)
     with pytest.raises(ValueError, match="offset -1"):
         _core.prefixed_strings(data, -1, 1)
+
+
+# ---- events ----------------------------------------------------------------------------------------------------
+
+
+def framed(head: bytes, data: bytes, chunked: bool) -> bytes:
+    folded = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").replace(b"\n", b"\ndata: ")
+    whole = head + folded + b"\n\n"
+    return b"%x\r\n%b\r\n" % (len(whole), whole) if chunked else whole
+
+
+def test_events() -> None:
+    r = random.Random(SEED)
+    for i in range(3000):
+        data = r.randbytes(r.choice((0, 1, 14, 300, 5000)))
+        if i % 2:
+            data = bytes(r.choice(b"a\r\n\0\xff") for _ in range(r.randrange(9)))
+        head = r.choice((b"", b"data: ", b"event: response.created\ndata: "))
+        for chunked in (False, True):
+            assert _core.frame_event(head, data, chunked) == framed(head, data, chunked)
+        if data:
+            assert _core.frame_chunk(data) == b"%x\r\n%b\r\n" % (len(data), data)
+    # Sizes around every number of digits.
+    for size in (1, 15, 16, 255, 256, 4095, 4096, 65535, 65536, 1 << 20):
+        assert _core.frame_chunk(b"x" * size).startswith(b"%x\r\n" % size)
+        assert _core.frame_event(b"", b"x" * size, True).startswith(b"%x\r\n" % (size + 2))
+    with pytest.raises(ValueError, match="empty chunk"):
+        _core.frame_chunk(b"")
+    for bad in (None, "text", bytearray(b"x")):
+        with pytest.raises(TypeError):
+            _core.frame_event(b"", bad)
+        with pytest.raises(TypeError):
+            _core.frame_chunk(bad)

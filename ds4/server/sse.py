@@ -1,8 +1,8 @@
 """Server-sent events (WHATWG HTML, section 9.2): framing, and keep-alives by one timer for all streams.
 
 An event is handed to the connection in one piece, or not at all: a failure never leaves half an event before the
-error event. Events written in the same iteration of the event loop leave in one system call (the transport gathers
-them), `send_framed` also puts them into one chunk.
+error event. A write is a system call as long as the socket has room, so what is ready together goes out together:
+`send_framed` takes several events, in one chunk.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
+from ds4._core import frame_event
 from ds4.server.http import Responder, Stream
 
 log = logging.getLogger("ds4.server.sse")
@@ -34,16 +35,9 @@ def _head(event: str) -> bytes:
     return head
 
 
-def _fold(data: bytes) -> bytes:
-    """Line breaks become further `data:` lines."""
-    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").replace(b"\n", b"\ndata: ")
-
-
 def frame(data: bytes, event: str | None = None) -> bytes:
     """One event as bytes. `data` is usually JSON on one line; line breaks in it become further `data:` lines."""
-    if b"\n" in data or b"\r" in data:
-        data = _fold(data)
-    return b"%b%b\n\n" % (_DATA if event is None else _head(event), data)
+    return frame_event(_DATA if event is None else _head(event), data)
 
 
 class EventStream:
@@ -53,10 +47,11 @@ class EventStream:
     already), or a function for dialects whose keep-alive is an event with a number in it.
     """
 
-    __slots__ = ("_stream", "_timer", "drain", "keep_alive", "quiet")
+    __slots__ = ("_stream", "_timer", "_write", "_write_event", "drain", "keep_alive", "quiet")
 
     def __init__(self, stream: Stream, timer: KeepAlive | None, keep_alive: bytes | Callable[[], bytes]) -> None:
         self._stream = stream
+        self._write, self._write_event = stream.write, stream.write_event
         self._timer = timer
         self.drain: Callable[[], Awaitable[None]] = stream.drain
         """Awaited, it waits while the client reads more slowly than we write. Raises ClientDisconnected."""
@@ -94,15 +89,12 @@ class EventStream:
     def send(self, data: bytes, event: str | None = None) -> None:
         """One event. Never blocks; see `drain`."""
         self.quiet = 0
-        head = _DATA if event is None else _HEADS.get(event) or _head(event)
-        if b"\n" in data or b"\r" in data:
-            data = _fold(data)
-        self._stream.write_event(head, data)
+        self._write_event(_DATA if event is None else _HEADS.get(event) or _head(event), data)
 
     def send_framed(self, events: bytes) -> None:
         """One event or several, framed already (`frame`), in one chunk."""
         self.quiet = 0
-        self._stream.write(events)
+        self._write(events)
 
     def done(self) -> None:
         """`[DONE]`, and the end of the stream."""

@@ -55,6 +55,10 @@ def target(data: bytes) -> None:
     assert _core.common_prefix_tokens(ids, other) == _core.common_prefix_tokens(words, tuple(other)) == cut
     assert _core.common_prefix(text, text[:step] + b"\x00") in range(min(step, len(text)), len(text) + 1)
 
+    folded = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").replace(b"\n", b"\ndata: ")
+    assert _core.frame_event(b"data: ", text) == b"data: " + folded + b"\n\n"
+    assert _core.frame_event(b"", text, True) == _core.frame_chunk(folded + b"\n\n")
+
     repaired = _core.repair_surrogates(text.decode("utf-8", "surrogatepass") if _decodes(text) else "")
     assert repaired == repaired.encode().decode()
 
