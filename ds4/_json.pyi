@@ -11,11 +11,12 @@ stays a span of the body.
         schema = tool["function"].canonical()
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, final, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar, final, overload
 
 from typing_extensions import Buffer
 
+T = TypeVar("T")
 Kind = Literal["object", "array", "str", "int", "float", "bool", "null"]
 
 MAX_DEPTH: int
@@ -81,6 +82,8 @@ class Node:
         """Distinct member names in order of first appearance."""
     def items(self) -> list[tuple[str, Node]]:
         """Distinct member names in order of first appearance, each with its last value."""
+    def texts(self) -> list[tuple[str, Kind, str]]:
+        """`items`, each value as its kind and its text: a string decoded, everything else minified."""
     def get_object(self, name: str) -> Node | None: ...
     def get_array(self, name: str) -> Node | None: ...
     @overload
@@ -168,6 +171,11 @@ class Spans:
         """What `put` was given for a value of the same bytes; None if it is not known."""
     def put(self, node: Node, value: object, cost: int) -> None:
         """`cost` are the bytes that the value keeps alive beside the spelling."""
+    def each(self, array: Node, make: Callable[[Node], T], weight: int) -> list[T]:
+        """What `make` makes of each element, for those that are known without a call; it must not give None.
+
+        A value keeps `weight` times as many bytes alive as its spelling has. Raises JSONError if this is no array.
+        """
 
 @final
 class Texts(Spans):

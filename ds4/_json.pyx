@@ -627,6 +627,23 @@ cdef class Node:
     def items(self):
         return [(name, make_node(self.tape, at)) for name, at in self.members().items()]
 
+    def texts(self):
+        cdef int64_t at
+        cdef const uint64_t* w
+        cdef uint8_t first
+        found = []
+        for name, at in self.members().items():
+            w = self.tape.t.words + at
+            first = self.tape.t.body[ds4_tape_start(w)]
+            if first == c'"':
+                text = string_at(self.tape, at)
+            elif first == c"{" or first == c"[":
+                text = printed(self.tape, at, False, ())
+            else:
+                text = decode_valid(self.tape.t.body + ds4_tape_start(w), ds4_tape_second(w))
+            found.append((name, kind_of(self.tape, at), text))
+        return found
+
     def __iter__(self):
         cdef int64_t at = self.at + 2
         cdef int64_t last

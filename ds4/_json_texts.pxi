@@ -53,18 +53,44 @@ cdef class Spans:
         cdef Tape tape = node.tape
         cdef int64_t start = ds4_tape_start(tape.t.words + node.at)
         cdef int64_t size = ds4_tape_end(tape.t.body, tape.t.words, node.at) - start
-        return self.known(tape.t.body + start, size) if size >= self.shortest else None
+        if size < self.shortest:
+            return None
+        return self.known(fingerprint(tape.t.body + start, size), tape.t.body + start, size)
 
     def put(self, Node node not None, value not None, int64_t cost):
         cdef Tape tape = node.tape
         cdef int64_t start = ds4_tape_start(tape.t.words + node.at)
         cdef int64_t size = ds4_tape_end(tape.t.body, tape.t.words, node.at) - start
         if size >= self.shortest:
-            self.keep(tape.t.body + start, size, value, cost)
+            self.keep(fingerprint(tape.t.body + start, size), tape.t.body + start, size, value, cost)
 
-    cdef object known(self, const uint8_t* p, int64_t size):
+    def each(self, Node array not None, make not None, int64_t weight):
+        cdef Tape tape = array.tape
+        cdef int64_t at, last, start, size
+        cdef const uint8_t* p
+        if array.first() != c"[":
+            raise array.mismatch("array")
+        at = array.at + 2
+        last = ds4_tape_second(tape.t.words + array.at)
+        values = []
+        while at < last:
+            start = ds4_tape_start(tape.t.words + at)
+            size = ds4_tape_end(tape.t.body, tape.t.words, at) - start
+            if size < self.shortest:
+                value = make(make_node(tape, at))
+            else:
+                p = tape.t.body + start
+                key = fingerprint(p, size)
+                value = self.known(key, p, size)
+                if value is None:
+                    value = make(make_node(tape, at))
+                    self.keep(key, p, size, value, weight * size)
+            values.append(value)
+            at = ds4_tape_next(tape.t.body, tape.t.words, at)
+        return values
+
+    cdef object known(self, object key, const uint8_t* p, int64_t size):
         """What was made of these bytes, None: nothing that is still there."""
-        cdef object key = fingerprint(p, size)
         cdef object entry
         with cython.critical_section(self):
             entry = self.young.get(key)
@@ -79,10 +105,11 @@ cdef class Spans:
             return None
         return (<tuple>entry)[1]
 
-    cdef object keep(self, const uint8_t* p, int64_t size, object value, int64_t cost):
+    cdef object keep(self, object key, const uint8_t* p, int64_t size, object value, int64_t cost):
+        """`key` is the fingerprint of the bytes."""
         cdef tuple entry = (PyBytes_FromStringAndSize(<const char*>p, size), value, size + cost + ENTRY_COST)
         with cython.critical_section(self):
-            self.add(fingerprint(p, size), entry)
+            self.add(key, entry)
 
     cdef object add(self, object key, tuple entry):
         cdef int64_t cost = entry[2]
@@ -115,8 +142,9 @@ cdef class Texts(Spans):
         cdef int64_t size = ds4_tape_second(w)
         if size < self.shortest:
             return string_at(tape, node.at)
-        text = self.known(p, size)
+        key = fingerprint(p, size)
+        text = self.known(key, p, size)
         if text is None:
             text = string_at(tape, node.at)
-            self.keep(p, size, text, PyUnicode_GET_LENGTH(text) * PyUnicode_KIND(text))
+            self.keep(key, p, size, text, PyUnicode_GET_LENGTH(text) * PyUnicode_KIND(text))
         return text

@@ -74,11 +74,40 @@ def remembered(max_cost: int, cost: Callable[P, int]) -> Callable[[Callable[P, V
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> V:
+            if kwargs:
+                raise TypeError(f"{function.__name__} takes positional arguments only")
             found = cache.get(args)
             if found is None:
                 found = function(*args, **kwargs)
                 cache.put(args, found, cost(*args, **kwargs))
             return found
+
+        return call
+
+    return decorate
+
+
+def once_per_object(max_cost: int, cost: Callable[..., int]) -> Callable[[Callable[P, V]], Callable[P, V]]:
+    """Decorates a pure function of positional arguments that never change, which are told apart by which objects they
+    are: nothing is hashed or compared, however long it is. Equal arguments that are other objects are computed anew.
+
+    `cost` of the arguments stands for both sides.
+    """
+
+    def decorate(function: Callable[P, V]) -> Callable[P, V]:
+        # The arguments are kept beside the result: while they live no other object has their identity.
+        cache: BoundedCache[tuple[int, ...], tuple[object, V]] = BoundedCache(max_cost)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> V:
+            if kwargs:
+                raise TypeError(f"{function.__name__} takes positional arguments only")
+            key = tuple(map(id, args))
+            found = cache.get(key)
+            if found is None:
+                found = args, function(*args, **kwargs)
+                cache.put(key, found, cost(*args))
+            return found[1]
 
         return call
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 
-from ds4.bounded import BoundedCache, remembered
+import pytest
+
+from ds4.bounded import BoundedCache, once_per_object, remembered
 
 
 def test_used_entries_outlive_others() -> None:
@@ -80,3 +82,33 @@ def test_threads_find_only_right_values() -> None:
         thread.join()
     assert not wrong
     assert cache.cost <= 64
+
+
+def test_once_per_object_tells_objects_apart() -> None:
+    """What is equal but another object, or a new object where an old one was, gets a result of its own."""
+    calls: list[tuple[object, ...]] = []
+
+    @once_per_object(1000, lambda first, second: 10)
+    def pair(first: tuple[int, ...], second: object) -> tuple[object, object]:
+        calls.append((first, second))
+        return first, second
+
+    one, same = tuple(range(2)), tuple(range(2))
+    assert pair(one, None)[0] is one and pair(same, None)[0] is same and pair(one, True) == (one, True)
+    assert pair(one, None) is pair(one, None) and len(calls) == 3
+    for i in range(1000):
+        # Freed at once where it is not kept: the next one is likely to be where it was.
+        made = tuple(range(i, i + 2))
+        assert pair(made, None) == ((i, i + 1), None)
+    with pytest.raises(TypeError, match="positional"):
+        pair(one, second=None)
+
+
+def test_a_remembered_function_takes_no_keywords() -> None:
+    @remembered(1000, lambda text, n: 1)
+    def repeat(text: str, n: int) -> str:
+        return text * n
+
+    assert repeat("a", 2) == "aa"
+    with pytest.raises(TypeError, match="positional"):
+        repeat("a", n=3)

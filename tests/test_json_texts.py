@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ds4._json import JSONError, Node, Texts, parse
+from ds4._json import JSONError, Node, Spans, Texts, parse
 
 
 def node(text: str, member: str = "a", *, ascii_only: bool = False) -> Node:
@@ -68,3 +68,42 @@ def test_what_is_used_stays() -> None:
 def test_the_wrong_kind_has_its_path() -> None:
     with pytest.raises(JSONError, match=r"Expected `str`, got `array` - at `\$\.a`"):
         Texts(1 << 20).read(parse(b'{"a": [' + b"1," * 300 + b"1]}")["a"])
+
+
+# ---- elements of an array, read once ---------------------------------------------------------------------------
+
+
+def test_elements_are_made_once() -> None:
+    made: list[str] = []
+
+    def make(node: Node) -> str:
+        made.append(node.path)
+        return node["t"].as_str()
+
+    spans = Spans(1 << 20, shortest=32)
+    long, other = "long text " * 10, "other text " * 10
+    body = parse(json.dumps({"a": [{"t": long}, {"t": "s"}, {"t": other}]}).encode())
+    first = spans.each(body["a"], make, 2)
+    assert first == [long, "s", other] and made == ["$.a[0]", "$.a[1]", "$.a[2]"]
+    # In another place and another body: what is short, or new, is made.
+    again = spans.each(parse(json.dumps([{"t": other}, {"t": "s"}, {"t": "s" * 50}, {"t": long}]).encode()), make, 2)
+    assert again == [other, "s", "s" * 50, long] and again[0] is first[2] and again[3] is first[0]
+    assert made[3:] == ["$[1]", "$[2]"]
+    assert spans.each(parse(b"[]"), make, 1) == []
+    with pytest.raises(JSONError, match="Expected `array`, got `object`"):
+        spans.each(parse(b"{}"), make, 1)
+    with pytest.raises(JSONError, match=r"missing required field `t` - at `\$\[0\]`"):
+        spans.each(parse(b'[{"no": "%b"}]' % (b"x" * 50)), make, 1)
+
+
+def test_texts_of_members() -> None:
+    body = parse(b'{"a": "\\u00e9\\n", "b": [1, {"c" : null}], "d": -0, "e": 1.50, "f": true, "g": null, "a": "last"}')
+    assert body.texts() == [
+        ("a", "str", "last"), ("b", "array", '[1,{"c":null}]'), ("d", "int", "-0"),
+        ("e", "float", "1.50"), ("f", "bool", "true"), ("g", "null", "null"),
+    ]  # fmt: skip
+    assert [(name, kind, value) for name, kind, value in body.texts()] == [
+        (name, node.kind, node.as_str() if node.kind == "str" else node.minified()) for name, node in body.items()
+    ]
+    with pytest.raises(JSONError, match="Expected `object`, got `array`"):
+        parse(b"[]").texts()

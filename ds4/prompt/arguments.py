@@ -6,7 +6,9 @@ same bytes, and garbage must render to something.
 
 from __future__ import annotations
 
-from ds4._json import JSONError, Node, dumps, parse
+from contextlib import suppress
+
+from ds4._json import JSONError, Node, dumps, loads, parse
 from ds4.bounded import remembered
 from ds4.prompt.escaping import escape
 
@@ -24,22 +26,20 @@ def argument_members(arguments: str, schema: str | None, end: str = "") -> list[
     value = _object(arguments)
     if value is None:
         return [("arguments", _escaped(arguments, end))]
-    members = dict(value.items())
-    order = dict.fromkeys(name for name in _declared(schema) if name in members) if schema else {}
-    order.update(dict.fromkeys(members))
-    return [(name, _text(members[name], end)) for name in order]
+    members = {name: _text(kind, text, end) for name, kind, text in value.texts()}
+    order = [name for name in _declared(schema) if name in members] if schema else []
+    return [(name, members.pop(name)) for name in order] + list(members.items())
 
 
-def _text(value: Node, end: str) -> str:
-    kind = value.kind
+def _text(kind: str, text: str, end: str) -> str:
+    """A value's own text, where JSON has several for a value always the same."""
     if kind == "str":
-        return _escaped(value.as_str(), end)
-    if kind == "bool" or kind == "null":
-        return value.minified()
-    try:
-        text = dumps(value.loads()).decode()
-    except JSONError:  # a number beyond the range of a double: only its source text is exact
-        text = value.minified()
+        return _escaped(text, end)
+    if kind == "bool" or kind == "null" or (kind == "int" and len(text) < 16 and text != "-0"):
+        return text
+    # Of a number beyond the range of a double only the source text is exact.
+    with suppress(JSONError):
+        text = dumps(loads(text)).decode()
     return text.replace(end, f"\\u003c{end[1:]}") if end else text
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from ds4.prompt.draft import Draft
+from ds4.bounded import once_per_object
+from ds4.prompt.draft import TURNS_COST, Draft, size_of
 from ds4.prompt.history import split_prefix
 from ds4.prompt.qwen_tools import calls_block, declaration, results_block
 from ds4.prompt.types import Conversation, Message, RenderedPrompt, Segment, Special, Tool
@@ -56,15 +57,20 @@ def _turns(draft: Draft, messages: Sequence[Message], conversation: Conversation
     return draft.rendered()
 
 
-def _draw(draft: Draft, messages: Iterable[Message], tools: Sequence[Tool]) -> None:
+def _draw(draft: Draft, messages: Iterable[Message], tools: tuple[Tool, ...]) -> None:
     """Each turn; a run of tool results is one user turn."""
     for is_result, run in groupby(messages, key=lambda m: m.role == "tool"):
         if is_result:
-            draft.add(_START, "user\n", *results_block(m.content for m in run), _END, "\n")
+            draft.add(_START, "user\n", *results_block(run), _END, "\n")
             continue
         for message in run:
-            draft.add(_START, f"{message.role}\n", *_body(message, tools), _END, "\n")
+            draft.add(*_turn(message, tools))
 
 
-def _body(message: Message, tools: Sequence[Tool]) -> list[Segment]:
+@once_per_object(TURNS_COST, size_of)
+def _turn(message: Message, tools: tuple[Tool, ...]) -> tuple[Segment, ...]:
+    return _START, f"{message.role}\n", *_body(message, tools), _END, "\n"
+
+
+def _body(message: Message, tools: tuple[Tool, ...]) -> list[Segment]:
     return [message.content, *calls_block(message.calls, tools, after_text=bool(message.content))]

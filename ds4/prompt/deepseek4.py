@@ -70,7 +70,7 @@ class DeepSeek4Renderer:
 
     def _system(self, conversation: Conversation) -> list[Segment]:
         texts = [message.content for message in conversation.messages if message.role == "system"]
-        tools = self._dsml.declaration(conversation.tools) if conversation.tools else []
+        tools = self._dsml.declaration(conversation.tools) if conversation.tools else ()
         if self._official:
             text = "\n\n".join(text for text in texts if text)
             return [text, "\n\n", *tools] if tools else [text]
@@ -92,14 +92,14 @@ class DeepSeek4Renderer:
         before = ""
         for i, message in enumerate(turns):
             if is_user_like(message):
-                draft.add(*self._opening(before, message), *self._body(message))
+                draft.add(*self._opening(before, message), *self._dsml.body(message))
             else:
                 if self._official or before in ("user", "tool"):
                     draft.add(ASSISTANT)
                     if thinking and i >= first_kept:
                         draft.add(THINK, message.reasoning)
                     draft.add(END_THINK)
-                draft.add(message.content, *self._dsml.block(message.calls), EOS)
+                draft.add(*self._dsml.body(message))
             before = message.role
         return header(draft, self._dsml, prefix, thinking=thinking)
 
@@ -110,9 +110,6 @@ class DeepSeek4Renderer:
             return ["\n\n"] if goes_on else [USER]
         goes_on = before in ("user", "tool") and (message.joined or before == message.role == "tool")
         return [] if goes_on else [USER]
-
-    def _body(self, message: Message) -> tuple[Segment, ...]:
-        return self._dsml.result(message.content) if message.role == "tool" else (message.content,)
 
 
 def header(draft: Draft, dsml: Dsml, prefix: Message | None, *, thinking: bool) -> RenderedPrompt:

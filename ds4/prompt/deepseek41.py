@@ -49,7 +49,7 @@ class DeepSeek41Renderer:
         draft = Draft(BOS)
         effort = effort_text(conversation.effort)
         first = messages[0].content if messages and messages[0].role == "system" else None
-        tools = self._dsml.declaration(conversation.tools) if conversation.tools else []
+        tools = self._dsml.declaration(conversation.tools) if conversation.tools else ()
         if effort or tools or first is not None:
             draft.add(SYSTEM, effort)
             if self._official:
@@ -81,7 +81,7 @@ class DeepSeek41Renderer:
                 pending, user_open = True, False
             elif is_user_like(message):
                 draft.add("\n\n" if user_open else USER)
-                draft.add(*(self._dsml.result(message.content) if message.role == "tool" else (message.content,)))
+                draft.add(*self._dsml.body(message))
                 pending = user_open = True
             else:
                 if pending or self._official:
@@ -89,7 +89,7 @@ class DeepSeek41Renderer:
                     if thinking and i >= first_kept:
                         draft.add(THINK, message.reasoning)
                     draft.add(END_THINK)
-                draft.add(message.content, *self._dsml.block(message.calls), EOS)
+                draft.add(*self._dsml.body(message))
                 pending = user_open = False
         if self._official and prefix and len(conversation.messages) == 1 and not conversation.tools:
             thinking = False  # nothing stands before it: DeepSeek's encoder takes it for a former turn

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
 from ds4.bounded import remembered
-from ds4.prompt.types import RenderedPrompt, Segment, Special
+from ds4.prompt.types import Message, RenderedPrompt, Segment, Special, Tool
 
 WHITE_SPACE = " \t\n\r\v\f"
 """What templates trim. Not all that Unicode calls white space: image markers begin and end with separators."""
@@ -14,6 +15,21 @@ WHITE_SPACE = " \t\n\r\v\f"
 
 CALLS_COST = 16 << 20
 """Bytes that each memory of drawn calls may hold: a history has the same ones in every request."""
+TURNS_COST = 128 << 20
+"""Bytes of messages that each memory of drawn turns may keep alive."""
+TOOLS_COST = 16 << 20
+"""Bytes that each memory of declared tools may hold."""
+
+
+def declared_size(tools: Iterable[Tool], *context: object) -> int:
+    """About what a declaration of these tools keeps in memory."""
+    return sum(8 * len(tool.schema) + 512 for tool in tools)
+
+
+def size_of(message: Message, *context: object) -> int:
+    """About what a message keeps in memory."""
+    calls = sum(4 * len(call.arguments) + len(call.raw or b"") + 512 for call in message.calls)
+    return 4 * (len(message.content) + len(message.reasoning)) + calls + 512
 
 
 class Draft:

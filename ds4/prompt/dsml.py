@@ -8,16 +8,16 @@ and plain text wherever data holds them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ds4._json import JSONError, Node, dumps, parse
-from ds4.bounded import remembered
-from ds4.prompt.draft import CALLS_COST, marked, sampled_block
+from ds4.bounded import once_per_object, remembered
+from ds4.prompt.draft import CALLS_COST, TOOLS_COST, TURNS_COST, declared_size, marked, sampled_block, size_of
 from ds4.prompt.escaping import escape
 from ds4.prompt.history import replayed
-from ds4.prompt.types import Segment, Special, Tool, ToolCall
+from ds4.prompt.types import Message, Segment, Special, Tool, ToolCall
 
 BOS = Special("<｜begin▁of▁sentence｜>")
 EOS = Special("<｜end▁of▁sentence｜>")
@@ -80,11 +80,9 @@ class Dsml:
     parameter: str
     official: Literal["V4", "V4.1"] | None = None
 
-    def declaration(self, tools: Iterable[Tool]) -> list[Segment]:
+    def declaration(self, tools: tuple[Tool, ...]) -> tuple[Segment, ...]:
         """What tells the model its tools; ends with a newline."""
-        head = _TOOLS.format(calls=self.calls, invoke=self.invoke, parameter=self.parameter)
-        lines = [_official_schema(tool.schema) if self.official else tool.schema for tool in tools]
-        return [*marked(head, _TAGS), "\n".join(lines), _AFTER_SCHEMAS]
+        return _declaration(tools, self)
 
     def block(self, calls: Sequence[ToolCall]) -> list[Segment]:
         """The calls of one assistant turn with the blank line before them; nothing without calls.
@@ -131,18 +129,34 @@ class Dsml:
         if node is None or node.kind != "object":
             return [("arguments", escape(arguments, end), True)]
         parameters: list[tuple[str, str, bool]] = []
-        for name, value in node.items():
-            if value.kind == "str":
-                parameters.append((name, escape(value.as_str(), end), True))
-            else:
-                text = _spaced(value, _NUMBERS[self.official]) if self.official else value.minified()
-                parameters.append((name, text.replace(end, "\\u003c" + end[1:]), False))
+        for name, kind, text in node.texts():
+            if kind == "str":
+                parameters.append((name, escape(text, end), True))
+                continue
+            if self.official:
+                text = _spaced(node[name], _NUMBERS[self.official])
+            parameters.append((name, text.replace(end, "\\u003c" + end[1:]), False))
         return parameters
 
-    @staticmethod
-    def result(content: str) -> tuple[Segment, ...]:
-        """One result of a call."""
-        return "<tool_result>", escape(content, _RESULT_END), _RESULT_END
+    def body(self, message: Message) -> tuple[Segment, ...]:
+        """What stands behind the mark of a turn: a user's text, one result of a call, or an answer with its end."""
+        return _body(message, self)
+
+
+@once_per_object(TOOLS_COST, declared_size)
+def _declaration(tools: tuple[Tool, ...], dsml: Dsml) -> tuple[Segment, ...]:
+    head = _TOOLS.format(calls=dsml.calls, invoke=dsml.invoke, parameter=dsml.parameter)
+    lines = [_official_schema(tool.schema) if dsml.official else tool.schema for tool in tools]
+    return *marked(head, _TAGS), "\n".join(lines), _AFTER_SCHEMAS
+
+
+@once_per_object(TURNS_COST, size_of)
+def _body(message: Message, dsml: Dsml) -> tuple[Segment, ...]:
+    if message.role == "tool":
+        return "<tool_result>", escape(message.content, _RESULT_END), _RESULT_END
+    if message.role == "assistant":
+        return message.content, *dsml.block(message.calls), EOS
+    return (message.content,)
 
 
 @remembered(CALLS_COST, lambda dsml, name, arguments: 4 * len(arguments) + 512)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from ds4.bounded import remembered
+from ds4.bounded import once_per_object
 
 _LONG = 512
 """Characters from which on looking through a text costs more than remembering it."""
@@ -29,7 +29,7 @@ def escape(text: str, end: str) -> str:
     return _escape(text, end) if len(text) < _LONG else _escape_long(text, end)
 
 
-@remembered(16 << 20, lambda text, end: 4 * len(text))
+@once_per_object(64 << 20, lambda text, end: 4 * len(text))
 def _escape_long(text: str, end: str) -> str:
     return _escape(text, end)
 

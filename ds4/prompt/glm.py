@@ -13,15 +13,25 @@ of former turns is kept where tools are or were used. The wording is that of the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from ds4.bounded import remembered
+from ds4.bounded import once_per_object, remembered
 from ds4.prompt.arguments import argument_members
-from ds4.prompt.draft import CALLS_COST, WHITE_SPACE, Draft, marked, sampled_block
+from ds4.prompt.draft import (
+    CALLS_COST,
+    TOOLS_COST,
+    TURNS_COST,
+    WHITE_SPACE,
+    Draft,
+    declared_size,
+    marked,
+    sampled_block,
+    size_of,
+)
 from ds4.prompt.effort import effort_name
 from ds4.prompt.escaping import escape
 from ds4.prompt.history import has_tool_context, is_user_like, last_user_like, replayed, results_first, split_prefix
-from ds4.prompt.schemas import offered_schemas
+from ds4.prompt.schemas import offered_schemas, schemas_by_name
 from ds4.prompt.types import Conversation, Message, RenderedPrompt, Segment, Special, Tool, ToolCall
 
 _MASK = Special("[gMASK]")
@@ -85,10 +95,11 @@ class GlmRenderer:
         return _turns(Draft(), conversation, messages)
 
 
-def declaration(tools: Iterable[Tool]) -> list[Segment]:
+@once_per_object(TOOLS_COST, declared_size)
+def declaration(tools: tuple[Tool, ...]) -> tuple[Segment, ...]:
     """What tells the model its tools."""
     schemas = "".join(f"{schema}\n\n\n" for schema in offered_schemas(tools)) or "\n"
-    return [_BEFORE_SCHEMAS, schemas, *marked(_AFTER_SCHEMAS, _TAGS)]
+    return _BEFORE_SCHEMAS, schemas, *marked(_AFTER_SCHEMAS, _TAGS)
 
 
 def _turns(draft: Draft, conversation: Conversation, messages: Sequence[Message]) -> RenderedPrompt:
@@ -101,19 +112,28 @@ def _turns(draft: Draft, conversation: Conversation, messages: Sequence[Message]
         if message.role == "tool":
             if before != "tool":
                 draft.add(_OBSERVATION)
-            draft.add(*marked("<tool_response>", _TAGS), escape(message.content, _RESULT_END))
-            draft.add(*marked(_RESULT_END, _TAGS))
+            draft.add(*_result(message))
         elif is_user_like(message):
             draft.add(_USER, message.content)
         else:
-            content = message.content.strip(WHITE_SPACE)
-            draft.add(_ASSISTANT)
-            if not content.startswith((_THINK.text, _END_THINK.text)):
-                kept = message.reasoning if thinking and i >= first_kept else ""
-                draft.add(_THINK, kept, _END_THINK)
-            draft.add(content, *calls_block(message.calls, conversation.tools))
+            draft.add(*_answer(message, thinking and i >= first_kept, conversation.tools))
         before = message.role
     return _header(draft, conversation, prefix, thinking=thinking)
+
+
+@once_per_object(TURNS_COST, size_of)
+def _result(message: Message) -> tuple[Segment, ...]:
+    tags = marked("<tool_response>", _TAGS), marked(_RESULT_END, _TAGS)
+    return *tags[0], escape(message.content, _RESULT_END), *tags[1]
+
+
+@once_per_object(TURNS_COST, size_of)
+def _answer(message: Message, with_reasoning: bool, tools: tuple[Tool, ...]) -> tuple[Segment, ...]:
+    content = message.content.strip(WHITE_SPACE)
+    thought: tuple[Segment, ...] = ()
+    if not content.startswith((_THINK.text, _END_THINK.text)):
+        thought = _THINK, message.reasoning if with_reasoning else "", _END_THINK
+    return _ASSISTANT, *thought, content, *calls_block(message.calls, tools)
 
 
 def _header(draft: Draft, conversation: Conversation, prefix: Message | None, *, thinking: bool) -> RenderedPrompt:
@@ -131,7 +151,7 @@ def _header(draft: Draft, conversation: Conversation, prefix: Message | None, *,
     return draft.rendered(thinking=thinking and not answering)
 
 
-def calls_block(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> list[Segment]:
+def calls_block(calls: Sequence[ToolCall], tools: tuple[Tool, ...]) -> list[Segment]:
     """The calls of one assistant turn, one behind the other; nothing without calls.
 
     A turn whose sampled block is known is replayed byte for byte. Otherwise arguments stand in the order of the
@@ -142,7 +162,7 @@ def calls_block(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> list[Segmen
     raw = replayed(calls)
     if raw is not None:
         return list(sampled_block(raw, _PAYLOAD, _TAGS))
-    schemas = {tool.name: tool.schema for tool in tools}
+    schemas = schemas_by_name(tools)
     block: list[Segment] = []
     for call in calls:
         block += _call(call.name, call.arguments, schemas.get(call.name))

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from ds4.prompt.draft import WHITE_SPACE, Draft
+from ds4.bounded import once_per_object
+from ds4.prompt.draft import TURNS_COST, WHITE_SPACE, Draft, size_of
 from ds4.prompt.effort import effort_name
 from ds4.prompt.history import replayed, results_first, split_prefix
 from ds4.prompt.qwen_tools import calls_block, declaration, results_block
@@ -44,8 +45,8 @@ class QwenRenderer:
     def render(self, conversation: Conversation) -> RenderedPrompt:
         draft = Draft()
         texts = [m.content.strip(WHITE_SPACE) for m in conversation.messages if m.role == "system"]
-        parts: list[list[Segment]] = [[_EFFORT_SENTENCES.get(effort_name(conversation.effort), "")]]
-        parts.append(declaration(conversation.tools) if conversation.tools else [])
+        parts: list[Sequence[Segment]] = [[_EFFORT_SENTENCES.get(effort_name(conversation.effort), "")]]
+        parts.append(declaration(conversation.tools) if conversation.tools else ())
         parts.append(["\n\n".join(text for text in texts if text)])
         block: list[Segment] = []
         for part in parts:
@@ -65,13 +66,10 @@ def _turns(draft: Draft, conversation: Conversation, messages: Sequence[Message]
     turns, prefix = split_prefix(turns, conversation)
     for is_result, run in groupby(turns, key=lambda m: m.role == "tool"):
         if is_result:
-            draft.add(_START, "user\n", *results_block(m.content for m in run), _END, "\n")
+            draft.add(_START, "user\n", *results_block(run), _END, "\n")
             continue
         for message in run:
-            if message.role == "user":
-                draft.add(_START, "user\n", message.content.strip(WHITE_SPACE), _END, "\n")
-            else:
-                draft.add(_START, "assistant\n", *_answer(message, conversation.tools), _END, "\n")
+            draft.add(*_turn(message, conversation.tools))
     thinking = effort_name(conversation.effort) != "none"
     draft.add(_START, "assistant\n")
     if prefix is None:
@@ -85,7 +83,14 @@ def _turns(draft: Draft, conversation: Conversation, messages: Sequence[Message]
     return draft.rendered()
 
 
-def _answer(message: Message, tools: Sequence[Tool]) -> list[Segment]:
+@once_per_object(TURNS_COST, size_of)
+def _turn(message: Message, tools: tuple[Tool, ...]) -> tuple[Segment, ...]:
+    if message.role == "user":
+        return _START, "user\n", message.content.strip(WHITE_SPACE), _END, "\n"
+    return _START, "assistant\n", *_answer(message, tools), _END, "\n"
+
+
+def _answer(message: Message, tools: tuple[Tool, ...]) -> list[Segment]:
     """An assistant turn behind its header. White space at the end of text that no call follows is kept."""
     content = message.content.strip(WHITE_SPACE) if message.calls else message.content.lstrip(WHITE_SPACE)
     calls = calls_block(message.calls, tools, after_text=bool(content))

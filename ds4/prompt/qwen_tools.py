@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ds4.bounded import remembered
+from ds4.bounded import once_per_object, remembered
 from ds4.prompt.arguments import argument_members
-from ds4.prompt.draft import CALLS_COST, marked, sampled_block
+from ds4.prompt.draft import CALLS_COST, TOOLS_COST, TURNS_COST, declared_size, marked, sampled_block, size_of
 from ds4.prompt.escaping import escape
 from ds4.prompt.history import replayed
-from ds4.prompt.schemas import offered_schemas
-from ds4.prompt.types import Segment, Tool, ToolCall
+from ds4.prompt.schemas import offered_schemas, schemas_by_name
+from ds4.prompt.types import Message, Segment, Tool, ToolCall
 
 _BEFORE_SCHEMAS = """# Tools
 
@@ -58,13 +58,14 @@ _PARAMETER_END, _RESULT_END = "</parameter>", "</tool_response>"
 _PAYLOAD = re.compile(r"<parameter=[^>]*>(?P<value>.*?)(?=</parameter>|\Z)", re.DOTALL)
 
 
-def declaration(tools: Iterable[Tool]) -> list[Segment]:
+@once_per_object(TOOLS_COST, declared_size)
+def declaration(tools: tuple[Tool, ...]) -> tuple[Segment, ...]:
     """What tells the model its tools, for the system turn, without a final newline."""
     lines = "\n".join(f'{{"type": "function", "function": {schema}}}' for schema in offered_schemas(tools))
-    return [_BEFORE_SCHEMAS, lines, *marked(_AFTER_SCHEMAS, _TAGS)]
+    return _BEFORE_SCHEMAS, lines, *marked(_AFTER_SCHEMAS, _TAGS)
 
 
-def calls_block(calls: Sequence[ToolCall], tools: Sequence[Tool], *, after_text: bool) -> list[Segment]:
+def calls_block(calls: Sequence[ToolCall], tools: tuple[Tool, ...], *, after_text: bool) -> list[Segment]:
     """The calls of one assistant turn; `after_text` says that the turn has content before them.
 
     A turn whose sampled block is known is replayed byte for byte, its leading white space included. Otherwise
@@ -75,7 +76,7 @@ def calls_block(calls: Sequence[ToolCall], tools: Sequence[Tool], *, after_text:
     raw = replayed(calls)
     if raw is not None:
         return list(sampled_block(raw, _PAYLOAD, _TAGS))
-    schemas = {tool.name: tool.schema for tool in tools}
+    schemas = schemas_by_name(tools)
     block: list[Segment] = ["\n\n"] if after_text else []
     for i, call in enumerate(calls):
         block += marked("\n<tool_call>" if i else "<tool_call>", _TAGS)
@@ -96,10 +97,15 @@ def _name(text: str) -> str:
     return text.replace(">", "&gt;")
 
 
-def results_block(results: Iterable[str]) -> list[Segment]:
+def results_block(results: Iterable[Message]) -> list[Segment]:
     """The results of one run of tool messages, as they stand in a user turn."""
     block: list[Segment] = []
-    for i, result in enumerate(results):
-        block += marked("\n<tool_response>" if i else "<tool_response>", _TAGS)
-        block += ("\n", escape(result, _RESULT_END), "\n", *marked(_RESULT_END, _TAGS))
+    for i, message in enumerate(results):
+        block += _result(message, i == 0)
     return block
+
+
+@once_per_object(TURNS_COST, size_of)
+def _result(message: Message, first: bool) -> tuple[Segment, ...]:
+    before = marked("<tool_response>" if first else "\n<tool_response>", _TAGS)
+    return *before, "\n", escape(message.content, _RESULT_END), "\n", *marked(_RESULT_END, _TAGS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ds4._json import JSONError, parse
+from ds4.bounded import once_per_object
+from ds4.prompt.draft import TOOLS_COST, declared_size
 from ds4.prompt.types import Tool
 
 
@@ -23,3 +25,9 @@ def offered_schemas(tools: Iterable[Tool]) -> Iterator[str]:
             continue
         if deferred is None or deferred.kind != "bool" or not deferred.as_bool():
             yield node.canonical(("strict", "defer_loading"))
+
+
+@once_per_object(TOOLS_COST, declared_size)
+def schemas_by_name(tools: tuple[Tool, ...]) -> Mapping[str, str]:
+    """The schema of each tool; of equal names the last one."""
+    return {tool.name: tool.schema for tool in tools}

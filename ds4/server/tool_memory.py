@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ds4._rax import Rax
+from ds4.bounded import once_per_object
 from ds4.prompt.types import Message
 
 MAX_IDS = 100_000
@@ -133,7 +134,7 @@ class ToolMemory:
                     sources: set[Source] = {f[1] for f in found if f is not None}
                     counts["canonical" if raw is None else "disk" if "disk" in sources else "mem"] += 1
                     if any(call.raw != raw for call in message.calls):
-                        message = replace(message, calls=tuple(replace(call, raw=raw) for call in message.calls))
+                        message = _with_block(message, raw)
                 out.append(message)
         return tuple(out), ReplayStats(**counts, missing_ids=missing)
 
@@ -188,6 +189,12 @@ class ToolMemory:
         if not block.ids:
             del self._blocks[block.data]
             self._bytes -= block.cost
+
+
+@once_per_object(16 << 20, lambda message, raw: 512 * len(message.calls))
+def _with_block(message: Message, raw: bytes | None) -> Message:
+    """A turn with its calls drawn as `raw`; the same one in every request, so that others remember what they made."""
+    return replace(message, calls=tuple(replace(call, raw=raw) for call in message.calls))
 
 
 def encode_map(entries: Sequence[tuple[str, bytes]]) -> bytes:

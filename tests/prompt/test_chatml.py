@@ -26,7 +26,7 @@ SEARCH = Tool(
     '"n": {"type": "integer"}}}}',
 )
 
-DECLARATION = RenderedPrompt(tuple(declaration([SEARCH]))).text
+DECLARATION = RenderedPrompt(declaration((SEARCH,))).text
 
 
 def render(*messages: Message, tools: tuple[Tool, ...] = (), continue_final: bool = False) -> RenderedPrompt:

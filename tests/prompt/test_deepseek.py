@@ -44,7 +44,7 @@ def user(text: str) -> Message:
 @pytest.mark.parametrize("case", worked("V4-") + worked("V41-"), ids=lambda case: case.id)
 def test_worked_prompts(case: Worked) -> None:
     v4 = case.id.startswith("V4-")
-    expected = case.prompt.replace("⟪TOOLS⟫", text_of((V4 if v4 else V41).declaration([WEATHER])))
+    expected = case.prompt.replace("⟪TOOLS⟫", text_of((V4 if v4 else V41).declaration((WEATHER,))))
     expected = expected.replace("⟪MAXP⟫", ABSOLUTE_MAXIMUM)
     for level in (25, 75, 100):
         expected = expected.replace(f"⟪E{level}⟫", effort_text(level))
@@ -69,13 +69,13 @@ def test_an_empty_system_text_adds_its_blank_line() -> None:
 
 
 def test_declaration_ends_as_trained() -> None:
-    declaration = text_of(V4.declaration([WEATHER, WEATHER]))
+    declaration = text_of(V4.declaration((WEATHER, WEATHER)))
     assert declaration.startswith("## Tools\n\nYou have access to a set of tools")
     assert declaration.endswith(
         f"### Available Tool Schemas\n\n{WEATHER.schema}\n{WEATHER.schema}\n\n"
         "You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
     )
-    assert sum(segment == Special("｜DSML｜", optional=True) for segment in V41.declaration([WEATHER])) == 9
+    assert sum(segment == Special("｜DSML｜", optional=True) for segment in V41.declaration((WEATHER,))) == 9
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def block_of(syntax: str, calls: tuple[ToolCall, ...], tools: tuple[Tool, ...] =
 @pytest.mark.parametrize("case", worked("GLM-") + worked("QWEN-"), ids=lambda case: case.id)
 def test_worked_prompts(case: Worked) -> None:
     texts = {
-        "GLM_TOOLS": text_of(declaration([WEATHER])),
-        "QWEN_TOOLS": text_of(qwen_declaration([WEATHER])),
+        "GLM_TOOLS": text_of(declaration((WEATHER,))),
+        "QWEN_TOOLS": text_of(qwen_declaration((WEATHER,))),
         "QX": EXTRA_HIGH,
         "QL": LOW,
     }
@@ -52,7 +52,7 @@ def test_worked_prompts(case: Worked) -> None:
 
 
 def test_declarations() -> None:
-    assert text_of(declaration([WEATHER, WEATHER])) == (
+    assert text_of(declaration((WEATHER, WEATHER))) == (
         "\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n\n"
         f"{WEATHER.schema}\n\n\n{WEATHER.schema}\n\n\n</tools>\n\n"
@@ -60,7 +60,7 @@ def test_declarations() -> None:
         "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>"
         "<arg_key>{arg-key-2}</arg_key><arg_value>{arg-value-2}</arg_value>...</tool_call>"
     )
-    assert f'{{"type": "function", "function": {WEATHER.schema}}}\n</tools>' in text_of(qwen_declaration([WEATHER]))
+    assert f'{{"type": "function", "function": {WEATHER.schema}}}\n</tools>' in text_of(qwen_declaration((WEATHER,)))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_schemas_without_what_is_meant_for_the_server(schema: str, lines: list[s
 
 def test_only_deferred_tools() -> None:
     deferred = Tool("f", '{"name": "f", "defer_loading": true}')
-    assert "<tools>\n\n\n</tools>" in text_of(declaration([deferred]))
+    assert "<tools>\n\n\n</tools>" in text_of(declaration((deferred,)))
 
 
 @pytest.mark.parametrize(

@@ -144,31 +144,31 @@ def read_conversation(body: Node, preparer: Preparer) -> tuple[Conversation, Cha
     messages_node = body.get_array("messages")
     if messages_node is None:
         raise RequestError("missing messages", param="messages")
-    nodes = list(messages_node)
-    if not nodes:
+    if len(messages_node) == 0:
         raise messages_node.error("Expected at least one message, got an empty array")
     unused: list[str] = []
-    messages = tuple([_known_message(node) for node in nodes])
+    read = _messages.each(messages_node, _read_message, 4)
+    messages = tuple([message for message, _ in read])
     tools = chat_tools(body, unused)
     conversation = Conversation(
         messages,
         tools.tools if read_tool_choice(body).mode != "none" else (),
         common.thinking_effort(body, body.get_str("model", ""), preparer.syntax, preparer.n_ctx),
-        _continues(body, nodes),
+        _continues(body, messages_node, [prefix for _, prefix in read]),
     )
     return conversation, tools, unused
 
 
-def _continues(body: Node, nodes: list[Node]) -> bool:
+def _continues(body: Node, messages: Node, prefixes: list[bool]) -> bool:
     """The final assistant message is to be gone on with (decision D8b)."""
-    for node in nodes[:-1]:
-        if node.get_bool("prefix", False):
-            raise node["prefix"].error("Only the last message can be a prefix")
-    last = nodes[-1]
-    by_message = last.get_bool("prefix", False)
+    if True in prefixes[:-1]:
+        raise messages[prefixes.index(True)]["prefix"].error("Only the last message can be a prefix")
+    by_message = prefixes[-1]
     by_request = body.get_bool("continue_final_message", False)
-    if (by_message or by_request) and last["role"].as_str() != "assistant":
-        raise last["role"].error("Only an assistant message can be continued")
+    if by_message or by_request:
+        role = messages[-1]["role"]
+        if role.as_str() != "assistant":
+            raise role.error("Only an assistant message can be continued")
     if not (by_message or by_request or body.get_bool("add_generation_prompt", True)):
         raise body["add_generation_prompt"].error("add_generation_prompt false needs continue_final_message true")
     return by_message or by_request
@@ -185,15 +185,12 @@ def _check_modalities(body: Node) -> None:
 
 
 _messages = Spans(128 << 20)
+"""A message of the history is read once."""
 
 
-def _known_message(node: Node) -> Message:
-    """A message of the history is read once."""
-    message: Message | None = _messages.get(node)
-    if message is None:
-        message = _message(node)
-        _messages.put(node, message, 4 * (node.end - node.start))
-    return message
+def _read_message(node: Node) -> tuple[Message, bool]:
+    """With its `prefix`."""
+    return _message(node), node.get_bool("prefix", False)
 
 
 def _message(node: Node) -> Message:
