@@ -48,7 +48,7 @@ def work(syntax: str, calls: int) -> tuple[int, int]:
 
     sys.setprofile(counted)
     try:
-        conversation, _ = read_conversation(parse(body), preparer)
+        conversation, *_ = read_conversation(parse(body), preparer)
         text = renderer.render(conversation).text
     finally:
         sys.setprofile(None)

@@ -91,7 +91,7 @@ def test_prompts_are_those_of_the_reference(server: RunningServer, cases: dict[s
 @pytest.mark.parametrize("name", MESSAGES)
 def test_prompt_ids_are_those_of_the_reference(server: RunningServer, cases: dict[str, Any], name: str) -> None:
     preparer = Preparer(server.engine, 100)
-    conversation, _ = read_conversation(parse(dumps(body(cases[name], MESSAGES[name]))), preparer)
+    conversation, *_ = read_conversation(parse(dumps(body(cases[name], MESSAGES[name]))), preparer)
     rendered = preparer.renderer.render(conversation)
     assert server.engine.tokenizer.encode_segments(rendered.segments) == cases[name]["prompt_ids"]
 
