@@ -175,6 +175,16 @@ class Ops {
     return forward();
   }
 
+  // The operations of `f` may run beside those called after it, until `join`. They come after everything called before,
+  // and of one lane one after the other. What follows before `join` neither touches what they write nor writes what
+  // they read. lane: 0 .. kLanes - 1.
+  static constexpr int kLanes = 2;
+  virtual void beside(int lane, const std::function<void()>& f) {
+    (void)lane;
+    f();
+  }
+  virtual void join() {}
+
   // ---- operations
   // out[t] = table[ids[t]]; ids are in range (checked at the edge).             out [T, E]
   virtual void embed(const Weight& table, std::span<const int32_t> ids, Tensor out) = 0;

@@ -32,13 +32,42 @@ Device::Device(int index) : index_(index) {
   name_ = properties.name;
   multiprocessors_ = properties.multiProcessorCount;
   DS4_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  for (auto& lane : lanes_) lane = std::make_unique<Lane>();
   DS4_CUDA(cudaDeviceGetDefaultMemPool(&pool_, index));
   uint64_t keep = size_t{1} << 30;
   DS4_CUDA(cudaMemPoolSetAttribute(pool_, cudaMemPoolAttrReleaseThreshold, &keep));
 }
 
+Device::Lane::Lane() {
+  DS4_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+}
+
+Device::Lane::~Lane() {
+  cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+}
+
+void Device::enter_lane(int lane) {
+  require(lane_ < 0 && lane >= 0 && lane < kLanes, "a lane inside of a lane, or one that is not there");
+  Lane& l = *lanes_[lane];
+  l.forked.record(stream_);
+  l.forked.hold(l.stream);
+  l.open = true;
+  lane_ = lane;
+}
+
+void Device::join_lanes() {
+  for (const auto& lane : lanes_) {
+    if (!lane->open) continue;
+    lane->open = false;
+    lane->joined.record(lane->stream);
+    lane->joined.hold(stream_);
+  }
+}
+
 Device::~Device() {
   cudaSetDevice(index_);
+  for (auto& lane : lanes_) lane.reset();
   cudaStreamSynchronize(stream_);
   cudaStreamDestroy(stream_);
 }
@@ -101,7 +130,8 @@ void* Arena::take(size_t bytes) {
     used_ = 0;
   }
   if (slab_ == slabs_.size()) {
-    slabs_.emplace_back(device_, std::max<size_t>(bytes, size_t{32} << 20), DeviceBuffer::Pooled);
+    device_.on_stream(
+        [&] { slabs_.emplace_back(device_, std::max<size_t>(bytes, size_t{32} << 20), DeviceBuffer::Pooled); });
     ++generation_;
   }
   void* p = slabs_[slab_].as() + used_;
@@ -127,7 +157,7 @@ size_t Arena::bytes() const {
 }
 
 void* Workspace::bytes(Slot slot, size_t n) {
-  DeviceBuffer& b = buffers_[slot];
+  DeviceBuffer& b = buffers_[1 + device_.lane()][slot];
   if (n > b.bytes()) {
     b = DeviceBuffer();
     b = DeviceBuffer(device_, (n + n / 4 + 255) / 256 * 256, DeviceBuffer::Pooled);
@@ -138,13 +168,14 @@ void* Workspace::bytes(Slot slot, size_t n) {
 
 size_t Workspace::total() const {
   size_t n = 0;
-  for (const DeviceBuffer& b : buffers_) n += b.bytes();
+  for (const auto& lane : buffers_)
+    for (const DeviceBuffer& b : lane) n += b.bytes();
   return n;
 }
 
 // ---- step inputs
 
-StepInputs::StepInputs(const Device& device)
+StepInputs::StepInputs(Device& device)
     : device_(device), host_(size_t{1} << 18), memory_(device, size_t{1} << 18, DeviceBuffer::Pooled) {}
 
 void StepInputs::reset() {
@@ -190,11 +221,13 @@ const void* StepInputs::upload_bytes(const void* data, size_t bytes) {
   for (const Entry& e : entries_)
     if (!e.key && e.bytes == bytes && std::memcmp(host_.data() + e.offset, data, bytes) == 0)
       return memory_.as() + e.offset;
-  grow(bytes);
-  std::memcpy(host_.data() + used_, data, bytes);
-  DS4_CUDA(
-      cudaMemcpyAsync(memory_.as() + used_, host_.data() + used_, bytes, cudaMemcpyHostToDevice, device_.stream()));
-  copied_.record(device_.stream());
+  device_.on_stream([&] {
+    grow(bytes);
+    std::memcpy(host_.data() + used_, data, bytes);
+    DS4_CUDA(
+        cudaMemcpyAsync(memory_.as() + used_, host_.data() + used_, bytes, cudaMemcpyHostToDevice, device_.stream()));
+    copied_.record(device_.stream());
+  });
   entries_.push_back({used_, bytes, nullptr});
   const void* at = memory_.as() + used_;
   used_ += (bytes + 255) / 256 * 256;

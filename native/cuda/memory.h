@@ -1,5 +1,5 @@
-// Device memory and its lifetime: everything of one backend runs on one stream, so memory is allocated and freed in
-// stream order and reuse needs no synchronisation.
+// Device memory and its lifetime: everything of one backend runs on one stream and on lanes that begin and end on it
+// (Ops::beside), so memory is allocated and freed in stream order and reuse needs no synchronisation.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,18 +28,48 @@ namespace ds4::cuda {
 // Throws Invalid.
 void require(bool ok, const char* what);
 
-// One GPU and its stream. Entry points of the backend call `enter` first: CUDA's current device is per thread.
+class Event {
+ public:
+  Event() { DS4_CUDA(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  void record(cudaStream_t stream) { DS4_CUDA(cudaEventRecord(event_, stream)); }
+  void wait() { DS4_CUDA(cudaEventSynchronize(event_)); }
+  void hold(cudaStream_t stream) const { DS4_CUDA(cudaStreamWaitEvent(stream, event_, 0)); }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// One GPU, its stream and the lanes beside it. Entry points of the backend call `enter` first: CUDA's current device is
+// per thread.
 class Device {
  public:
+  static constexpr int kLanes = Ops::kLanes;
   explicit Device(int index);
   ~Device();
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
   void enter() const { DS4_CUDA(cudaSetDevice(index_)); }
-  cudaStream_t stream() const { return stream_; }
+  // Where operations go: the stream, inside of a lane the lane's.
+  cudaStream_t stream() const { return lane_ < 0 ? stream_ : lanes_[lane_]->stream; }
+  int lane() const { return lane_; }  // -1 outside of lanes
+  // Work from here on goes to lane `lane`, after all that the stream has; `leave_lane` goes back.
+  void enter_lane(int lane);
+  void leave_lane() { lane_ = -1; }
+  // The stream goes on after all work of the lanes.
+  void join_lanes();
+  // Inside of a lane: work goes to the stream, and the lane goes on after it. For what later work outside may use too.
+  template <class F>
+  void on_stream(F&& f) {
+    const int lane = std::exchange(lane_, -1);
+    f();
+    if (lane >= 0) enter_lane(lane);
+  }
   cudaMemPool_t pool() const { return pool_; }
-  void synchronize() const { DS4_CUDA(cudaStreamSynchronize(stream_)); }
+  void synchronize() const { DS4_CUDA(cudaStreamSynchronize(stream())); }
   const std::string& name() const { return name_; }
   int multiprocessors() const { return multiprocessors_; }
   // While the stream's work is recorded, no memory may come or go and no host array may be uploaded.
@@ -47,8 +77,19 @@ class Device {
   void set_recording(bool on) { recording_ = on; }
 
  private:
+  struct Lane {
+    Lane();
+    ~Lane();
+    Lane(const Lane&) = delete;
+    Lane& operator=(const Lane&) = delete;
+    cudaStream_t stream = nullptr;
+    Event forked, joined;
+    bool open = false;  // has work that the stream has not waited for
+  };
   int index_;
   cudaStream_t stream_ = nullptr;
+  std::unique_ptr<Lane> lanes_[kLanes];
+  int lane_ = -1;
   cudaMemPool_t pool_ = nullptr;
   std::string name_;
   int multiprocessors_ = 0;
@@ -95,37 +136,24 @@ class PinnedBuffer {
   size_t bytes_ = 0;
 };
 
-class Event {
- public:
-  Event() { DS4_CUDA(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
-  ~Event() { cudaEventDestroy(event_); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  void record(cudaStream_t stream) { DS4_CUDA(cudaEventRecord(event_, stream)); }
-  void wait() { DS4_CUDA(cudaEventSynchronize(event_)); }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
-
 // Memory of one step, handed out front to back and taken back at once. The same requests give the same addresses
 // until `generation` changes.
 class Arena {
  public:
-  explicit Arena(const Device& device) : device_(device) {}
+  explicit Arena(Device& device) : device_(device) {}
   void* take(size_t bytes);
   void reset();
   size_t bytes() const;
   uint64_t generation() const { return generation_; }
 
  private:
-  const Device& device_;
+  Device& device_;
   std::vector<DeviceBuffer> slabs_;
   size_t slab_ = 0, used_ = 0;
   uint64_t generation_ = 0;
 };
 
-// Named temporaries inside an operation. Grow only.
+// Named temporaries inside an operation, of each lane its own. Grow only.
 class Workspace {
  public:
   enum Slot {
@@ -155,7 +183,7 @@ class Workspace {
  private:
   void* bytes(Slot slot, size_t n);
   const Device& device_;
-  DeviceBuffer buffers_[kSlots];
+  DeviceBuffer buffers_[1 + Device::kLanes][kSlots];
   uint64_t generation_ = 0;
 };
 
@@ -164,7 +192,7 @@ class Workspace {
 // same addresses until `generation` changes, whatever they hold.
 class StepInputs {
  public:
-  explicit StepInputs(const Device& device);
+  explicit StepInputs(Device& device);
   void reset();
   // `key`: what upload will be asked for; `values`: what it gets.
   template <class T>
@@ -200,7 +228,7 @@ class StepInputs {
   void grow(size_t bytes);
   const void* constant_bytes(const void* data, size_t bytes);
 
-  const Device& device_;
+  Device& device_;
   PinnedBuffer host_;
   DeviceBuffer memory_;
   std::vector<DeviceBuffer> outgrown_;

@@ -110,6 +110,7 @@ class CudaOps final : public Ops {
   Tensor scratch(int64_t n, int64_t dim) override { return context_.scratch(n, dim); }
   void reset_scratch() override {
     context_.device.enter();
+    join();
     context_.reset_step();
   }
   size_t scratch_bytes() const override { return context_.arena.bytes() + context_.workspace.total(); }
@@ -122,6 +123,7 @@ class CudaOps final : public Ops {
 
   void to_host(const Tensor& from, float* out) override {
     context_.device.enter();
+    join();
     if (from.n == 0) return;
     const size_t row = static_cast<size_t>(from.dim) * sizeof(float), all = row * static_cast<size_t>(from.n);
     if (staging_.bytes() < all) staging_ = PinnedBuffer(all);
@@ -147,7 +149,12 @@ class CudaOps final : public Ops {
   // replayed on the inputs that begin_step puts in their places.
   Tensor run(const StepInput& step, const std::function<Tensor()>& forward) override {
     context_.device.enter();
-    if (step.rows.empty() || step.rows.size() > kGraphRows) return forward();
+    const auto joined = [&] {
+      const Tensor out = forward();
+      join();
+      return out;
+    };
+    if (step.rows.empty() || step.rows.size() > kGraphRows) return joined();
     context_.begin_step(step);
     struct End {
       Context& context;
@@ -157,17 +164,28 @@ class CudaOps final : public Ops {
     const auto [at, fresh] =
         graphs_.try_emplace({step.model, step.rows.size(), step.wanted.size(), horizon(step.rows)});
     if (fresh) {
-      const Tensor out = forward();
+      const Tensor out = joined();
       if (graphs_generation_ != context_.generation()) forget_graphs();
       graphs_.try_emplace({step.model, step.rows.size(), step.wanted.size(), horizon(step.rows)});
       return out;
     }
     StepGraph& graph = at->second;
-    if (!graph.exec && !graph.unfit) record(graph, forward);
-    if (graph.unfit) return forward();
+    if (!graph.exec && !graph.unfit) record(graph, joined);
+    if (graph.unfit) return joined();
     DS4_CUDA(cudaGraphLaunch(graph.exec, stream()));
     return graph.result;
   }
+
+  void beside(int lane, const std::function<void()>& f) override {
+    context_.device.enter();
+    context_.device.enter_lane(lane);
+    struct Leave {
+      Device& device;
+      ~Leave() { device.leave_lane(); }
+    } const leave{context_.device};
+    f();
+  }
+  void join() override { context_.device.join_lanes(); }
 
   void embed(const Weight& table, std::span<const int32_t> ids, Tensor out) override {
     context_.device.enter();

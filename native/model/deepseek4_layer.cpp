@@ -7,6 +7,13 @@
 #include "quant/scaled.h"
 
 namespace ds4::deepseek4 {
+namespace {
+
+// Lanes (Ops::beside) of a layer.
+constexpr int kKeyLane = 0;  // the token's own key row
+constexpr int kRowLane = 1;  // compressed rows; the shared expert
+
+}  // namespace
 
 Shape read_shape(HyperParams& p) {
   constexpr int64_t kMax = int64_t{1} << 24;
@@ -305,18 +312,19 @@ void Layers::attention_out(const LayerWeights& w, Activations& a) {
 void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
                        Activations& a) {
   const Tensor rope = ratio == 0 ? a.rope : a.rope_far;
-  queries(w, rope, a);
-  keys(w, a.x, rope, a.kv);
-
+  ops_->beside(kKeyLane, [&] { keys(w, a.x, rope, a.kv); });
   // A token sees the row that it closes, so rows are compressed first.
+  if (ratio != 0) ops_->beside(kRowLane, [&] { compress(w, at, ratio, rows, a); });
+  queries(w, rope, a);
+  ops_->join();
+
   Selection selection;
   bool selected = false;
-  if (ratio != 0) compress(w, at, ratio, rows, a);
   if (ratio == 4) selected = select(w, at, rows, rope, a, selection);
 
   latent_->latent_attention_rope(a.q, a.kv, rows, attend_args(w, at, ratio), selected ? &selection : nullptr, rope,
                                  a.attended);
-  latent_->ring_store(a.kv, rows, at.window);
+  ops_->beside(kKeyLane, [&] { latent_->ring_store(a.kv, rows, at.window); });
   attention_out(w, a);
 }
 
@@ -366,11 +374,14 @@ bool Layers::select(const LayerWeights& w, const LayerState& at, std::span<const
 // out = shared(x) + sum_k weight_k expert_k(x)
 void Layers::experts(const LayerWeights& w, std::span<const int32_t> ids, Activations& a) {
   const Shape& s = shape_;
+  ops_->beside(kRowLane, [&] {
+    latent_->linear_swiglu_clamped(*w.shared_gate_up, a.x, s.limit, a.hidden);
+    ops_->linear(*w.shared_down, a.hidden, nullptr, nullptr, a.out);
+  });
   ops_->linear(*w.router, a.x, nullptr, nullptr, a.router);  // [T, E]
   const Routing routing =
       latent_->route(a.router, w.router_bias.get(), w.router_table.get(), ids, s.used, s.route_scale);
-  latent_->linear_swiglu_clamped(*w.shared_gate_up, a.x, s.limit, a.hidden);
-  ops_->linear(*w.shared_down, a.hidden, nullptr, nullptr, a.out);
+  ops_->join();
   latent_->moe(*w.experts_gate_up, *w.experts_down, a.x, routing, s.limit, a.out);
 }
 
