@@ -4,6 +4,7 @@
 
 #include "cuda/context.h"
 #include "cuda/device_math.h"
+#include "cuda/moe.h"
 
 namespace ds4::cuda {
 namespace {
@@ -18,6 +19,11 @@ __global__ void swiglu_kernel(const float* both, int64_t ff, bool clamped, float
 }
 
 }  // namespace
+
+void Context::enter() {
+  device.enter();
+  settle(*this);
+}
 
 const DeviceState& Context::state(const RowRef& row) {
   const auto* s = dynamic_cast<const DeviceState*>(row.state);

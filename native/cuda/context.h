@@ -9,6 +9,13 @@
 
 namespace ds4::cuda {
 
+// What is to be added to row t of a tensor: sum over i, in order, of weights[t * k + i] * products[t * k + i].
+struct Addends {
+  const float* products = nullptr;  // [rows * k][dim]
+  const float* weights = nullptr;   // [rows * k]
+  int32_t k = 0;
+};
+
 class Context {
  public:
   Context(int device, bool synthetic)
@@ -62,6 +69,15 @@ class Context {
   void normed(Tensor x, const float* gain, float eps, Tensor y);
   // Every operation says which of its tensors it has written.
   void written(const Tensor& x);
+
+  // The experts' sum that a tensor still lacks. The kernel that reads the tensor next may add it on its way; every
+  // other operation begins with `settle` (moe.h), through `enter`.
+  struct Owed {
+    Tensor y;
+    Addends addends;
+  };
+  Owed owed;
+  void enter();
 
   Device device;
   Arena arena;

@@ -1,7 +1,10 @@
 #include <cooperative_groups.h>
 
+#include <utility>
+
 #include "cuda/hyper.h"
 #include "cuda/hyper_math.h"
+#include "cuda/moe.h"
 
 namespace ds4::cuda {
 namespace {
@@ -25,15 +28,17 @@ __device__ __forceinline__ float4 load_four(const __nv_bfloat16* p) {
           __uint_as_float(v.y & 0xFFFF0000u)};
 }
 
-// Bytes: fn once for each kRows rows (from the cache after the first), streams in and, with kOut, out, `out` once.
+// Bytes: fn once for each kRows rows (from the cache after the first), streams in and, with kOut, out, `out` once, its
+// addends once for each kParts.
 // Operations: 2 * 25 * 4 H T. A cluster of eight blocks of threads has kRows rows; each has an eighth of the columns of
 // every stream. kParts groups of its threads have these columns, four each thread, and a share of fn's rows; the last
 // warp does Sinkhorn's algorithm beside the others. Sums do not depend on kRows and kParts.
 template <class T, int kRows, int kParts, bool kOut>
 __global__ void __cluster_dims__(kSlices, 1, 1)
     mix_and_norm_kernel(const T* fn, int64_t fn_stride, HyperArgs a, const float* gain, float eps, float* streams,
-                        int64_t stride, const float* out, int64_t out_stride, float* mix, int64_t mix_stride, float* y,
-                        int64_t y_stride, int64_t n, int64_t blocks, int8_t* codes, float* scales, float2* sums) {
+                        int64_t stride, float* out, int64_t out_stride, Addends more, float* mix, int64_t mix_stride,
+                        float* y, int64_t y_stride, int64_t n, int64_t blocks, int8_t* codes, float* scales,
+                        float2* sums) {
   constexpr int kEach = kCoefficients / kParts, kSums = kParts == 1 ? 32 : 8;
   __shared__ float part[32][kRows][kSums];
   __shared__ float slice_sum[kRows][32], slice_squares[kRows];
@@ -60,6 +65,7 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
   begin_kernel();
 
   float x[kRows][kStreams][4];
+  float o[kRows][4];
   if (kOut) {
     for (int i = thread; i < kRows * (kStreams + kStreams * kStreams); i += static_cast<int>(blockDim.x)) {
       const int64_t t = min(t0 + i / (kStreams + kStreams * kStreams), n - 1);
@@ -80,13 +86,20 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
       }
       if (kOut) {
         const float4 v = *reinterpret_cast<const float4*>(out + t * out_stride + d);
-        const float o[4] = {v.x, v.y, v.z, v.w};
+        o[r][0] = v.x, o[r][1] = v.y, o[r][2] = v.z, o[r][3] = v.w;
+#pragma unroll 2
+        for (int i = 0; i < more.k; ++i) {
+          const float w = more.weights[t * more.k + i];
+          const float4 p = *reinterpret_cast<const float4*>(more.products + (t * more.k + i) * a.width + d);
+          o[r][0] = fmaf(w, p.x, o[r][0]), o[r][1] = fmaf(w, p.y, o[r][1]);
+          o[r][2] = fmaf(w, p.z, o[r][2]), o[r][3] = fmaf(w, p.w, o[r][3]);
+        }
         float mixed[kStreams][4];
 #pragma unroll
         for (int k = 0; k < kStreams; ++k)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            float sum = old_mix[r][k] * o[i];
+            float sum = old_mix[r][k] * o[r][i];
 #pragma unroll
             for (int j = 0; j < kStreams; ++j) sum = fmaf(old_mix[r][kStreams + j * kStreams + k], x[r][j][i], sum);
             mixed[k][i] = sum;
@@ -125,11 +138,14 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
   if (kOut && works)
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-      if (t0 + r < n)
+      if (t0 + r < n) {
+        if (more.k > 0)
+          *reinterpret_cast<float4*>(out + (t0 + r) * out_stride + d) = make_float4(o[r][0], o[r][1], o[r][2], o[r][3]);
 #pragma unroll
         for (int j = 0; j < kStreams; ++j)
           *reinterpret_cast<float4*>(streams + (t0 + r) * stride + d + j * a.width) =
               make_float4(x[r][j][0], x[r][j][1], x[r][j][2], x[r][j][3]);
+      }
   if (thread < 32) {
     const int first = lane < kCoefficients ? lane / kEach * of_group : 0;
     const int column = lane < kCoefficients ? lane % kEach : kEach;  // the squares, for all lanes behind
@@ -235,6 +251,11 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
       !aligned(streams) || !aligned(y) || (out && !aligned(*out)))
     return false;
   if (streams.n == 0) return true;
+  Addends more;
+  if (out && context.owed.y.data == out->data && context.owed.y.stride == out->stride)
+    more = std::exchange(context.owed, {}).addends;
+  else
+    settle(context);
   const HyperArgs a{vector_of(*hc.base, kCoefficients, "hyper-connection base shape"),
                     vector_of(*hc.scale, 3, "hyper-connection scale shape"),
                     kStreams,
@@ -251,7 +272,7 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
   const auto threads = static_cast<unsigned>((two ? 1 : 4) * y.dim / (4 * kSlices) + 32);
   const auto launch = [&](auto kernel, const auto* data) {
     launch_kernel(context.device.stream(), grid, threads, 0, kernel, data, s.stride, a, gain, eps, streams.data,
-                  streams.stride, out ? out->data : nullptr, out ? out->stride : 0, mix.data, mix.stride, y.data,
+                  streams.stride, out ? out->data : nullptr, out ? out->stride : 0, more, mix.data, mix.stride, y.data,
                   y.stride, streams.n, codes.blocks, const_cast<int8_t*>(codes.q), const_cast<float*>(codes.d),
                   const_cast<float2*>(codes.sums));
   };

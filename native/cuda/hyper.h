@@ -6,8 +6,8 @@
 
 namespace ds4::cuda {
 
-// `out` given: hc_out with `mix` first. Then hc_in with its norm; y is also left rounded in the context. False: a shape
-// that the kernel is not for, and nothing was done.
+// `out` given: hc_out with `mix` first, which adds what the context owes it. Then hc_in with its norm; y is also left
+// rounded in the context. False: a shape that the kernel is not for, and nothing was done.
 bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out, Tensor streams, const float* gain,
                   float eps, Tensor y, Tensor mix);
 

@@ -449,7 +449,7 @@ class CudaLatentOps final : public LatentOps {
     require(streams.dim == n * y.dim && out.dim == y.dim && mix.dim == n + n * n && y.n == streams.n &&
                 out.n == streams.n && mix.n == streams.n && norm.gain,
             "hc_out_in_norm shapes");
-    enter();
+    context_.device.enter();  // what the context owes may be added on the way
     if (mix_and_norm(context_, hc, &out, streams, vector_of(*norm.gain, y.dim, "norm shape"), norm.eps, y, mix)) return;
     LatentOps::hc_out_in_norm(ops, out, hc, streams, norm, y, mix);
   }
@@ -672,7 +672,7 @@ class CudaLatentOps final : public LatentOps {
   }
 
  private:
-  void enter() const { context_.device.enter(); }
+  void enter() const { context_.enter(); }
   cudaStream_t stream() const { return context_.device.stream(); }
 
   static BufferPlace float_buffer(std::span<const RowRef> rows, size_t index, int64_t width) {

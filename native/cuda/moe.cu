@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cfloat>
+#include <utility>
 
 #include "cuda/device_math.h"
 #include "cuda/moe.h"
@@ -88,13 +89,12 @@ __global__ void __launch_bounds__(kMostExperts)
   for (int p = e; p < pairs; p += kMostExperts) order[atomicAdd(&start[experts[p]], 1)] = p;
 }
 
-// y[t] += sum over i, in order, of weight[t][i] * products[t * k + i].
-__global__ void add_experts(const float* products, const float* weights, int k, int64_t dim, float* y, int64_t stride) {
+__global__ void add_experts(Addends a, int64_t dim, float* y, int64_t stride) {
   begin_kernel();
   const int64_t d = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, t = blockIdx.y;
   if (d >= dim) return;
   float sum = y[t * stride + d];
-  for (int i = 0; i < k; ++i) sum = fmaf(weights[t * k + i], products[(t * k + i) * dim + d], sum);
+  for (int i = 0; i < a.k; ++i) sum = fmaf(a.weights[t * a.k + i], a.products[(t * a.k + i) * dim + d], sum);
   y[t * stride + d] = sum;
 }
 
@@ -176,9 +176,16 @@ void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down
   args.y = products.data;
   args.y_stride = width;
   expert_linear(context, down, width, hidden, args);
-  launch_kernel(context.device.stream(), dim3(static_cast<unsigned>((width + 127) / 128), static_cast<unsigned>(x.n)),
-                128, 0, add_experts, products.data, routing.weights, static_cast<int>(routing.k), width, y.data,
-                y.stride);
+  context.owed = {y, {products.data, routing.weights, static_cast<int32_t>(routing.k)}};
+  if (!apart) settle(context);  // many rows: read once
+}
+
+void settle(Context& context) {
+  const Context::Owed owed = std::exchange(context.owed, {});
+  const Tensor& y = owed.y;
+  if (owed.addends.k == 0) return;
+  launch_kernel(context.device.stream(), dim3(static_cast<unsigned>((y.dim + 127) / 128), static_cast<unsigned>(y.n)),
+                128, 0, add_experts, owed.addends, y.dim, y.data, y.stride);
   DS4_CUDA(cudaGetLastError());
 }
 

@@ -99,7 +99,7 @@ class CudaOps final : public Ops {
   std::string name() const override { return "cuda (" + context_.device.name() + ")"; }
 
   std::unique_ptr<Weight> load(std::span<const MatrixView> parts, WeightUse use) override {
-    context_.device.enter();
+    context_.enter();
     require(!parts.empty(), "load of no parts");
     const bool swiglu = use == WeightUse::SwiGLU;
     require(!swiglu || (parts.size() == 2 && parts[0].rows == parts[1].rows && parts[0].cols == parts[1].cols),
@@ -109,7 +109,7 @@ class CudaOps final : public Ops {
 
   Tensor scratch(int64_t n, int64_t dim) override { return context_.scratch(n, dim); }
   void reset_scratch() override {
-    context_.device.enter();
+    context_.enter();
     join();
     context_.reset_step();
   }
@@ -122,7 +122,7 @@ class CudaOps final : public Ops {
   bool host_memory() const override { return false; }
 
   void to_host(const Tensor& from, float* out) override {
-    context_.device.enter();
+    context_.enter();
     join();
     if (from.n == 0) return;
     const size_t row = static_cast<size_t>(from.dim) * sizeof(float), all = row * static_cast<size_t>(from.n);
@@ -134,7 +134,7 @@ class CudaOps final : public Ops {
   }
 
   void to_device(const float* from, const Tensor& to) override {
-    context_.device.enter();
+    context_.enter();
     const Written note{context_, to};
     if (to.n == 0) return;
     const size_t row = static_cast<size_t>(to.dim) * sizeof(float);
@@ -148,9 +148,10 @@ class CudaOps final : public Ops {
   // The first step of a shape runs as it is, which makes all memory it needs; the second is recorded, later ones are
   // replayed on the inputs that begin_step puts in their places.
   Tensor run(const StepInput& step, const std::function<Tensor()>& forward) override {
-    context_.device.enter();
+    context_.enter();
     const auto joined = [&] {
       const Tensor out = forward();
+      context_.enter();
       join();
       return out;
     };
@@ -177,7 +178,7 @@ class CudaOps final : public Ops {
   }
 
   void beside(int lane, const std::function<void()>& f) override {
-    context_.device.enter();
+    context_.enter();
     context_.device.enter_lane(lane);
     struct Leave {
       Device& device;
@@ -188,7 +189,7 @@ class CudaOps final : public Ops {
   void join() override { context_.device.join_lanes(); }
 
   void embed(const Weight& table, std::span<const int32_t> ids, Tensor out) override {
-    context_.device.enter();
+    context_.enter();
     const Written note{context_, out};
     require(static_cast<int64_t>(ids.size()) == out.n && table.cols() == out.dim, "embed shapes");
     for (const int32_t id : ids) require(id >= 0 && id < table.rows(), "token id outside the embedding table");
@@ -197,14 +198,14 @@ class CudaOps final : public Ops {
   }
 
   void rms_norm(Tensor x, Norm norm, Tensor y) override {
-    context_.device.enter();
+    context_.enter();
     require(x.n == y.n && x.dim == y.dim, "rms_norm shapes");
     context_.written(y);
     context_.normed(x, gain(&norm, x.dim), norm.eps, y);
   }
 
   void linear(const Weight& w, Tensor x, const Norm* norm, const Weight* bias, Tensor y) override {
-    context_.device.enter();
+    context_.enter();
     const Written note{context_, y};
     require(x.n == y.n && x.dim == w.cols() && y.dim == w.rows(), "linear shapes");
     LinearArgs args;
@@ -213,7 +214,7 @@ class CudaOps final : public Ops {
   }
 
   void linear_add(const Weight& w, Tensor x, Tensor y) override {
-    context_.device.enter();
+    context_.enter();
     const Written note{context_, y};
     require(x.n == y.n && x.dim == w.cols() && y.dim == w.rows(), "linear_add shapes");
     LinearArgs args;
@@ -222,14 +223,14 @@ class CudaOps final : public Ops {
   }
 
   void linear_swiglu(const Weight& w, Tensor x, const Norm* norm, Tensor y) override {
-    context_.device.enter();
+    context_.enter();
     const Written note{context_, y};
     require(x.n == y.n && x.dim == w.cols() && 2 * y.dim == w.rows(), "linear_swiglu shapes");
     context_.swiglu(on_device(w), x, gain(norm, x.dim), norm ? norm->eps : 0, Epilogue::SwiGLU, 0, y);
   }
 
   void rope_table(std::span<const RowRef> rows, std::span<const double> freq, Tensor out) override {
-    context_.device.enter();
+    context_.enter();
     const Written note{context_, out};
     const auto pairs = static_cast<int64_t>(freq.size());
     require(static_cast<int64_t>(rows.size()) == out.n && out.dim == 2 * pairs, "rope_table shapes");
@@ -242,7 +243,7 @@ class CudaOps final : public Ops {
 
   void rope_store(Tensor qkv, Tensor table, RopeKind kind, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads,
                   int64_t kv_heads, int64_t head_dim) override {
-    context_.device.enter();
+    context_.enter();
     const Written note{context_, qkv};
     const int64_t pairs = table.dim / 2;
     require(static_cast<int64_t>(rows.size()) == qkv.n && table.n == qkv.n && 2 * pairs <= head_dim &&
@@ -260,7 +261,7 @@ class CudaOps final : public Ops {
 
   void attention(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t q_heads, int64_t kv_heads,
                  int64_t head_dim, float scale, Tensor out) override {
-    context_.device.enter();
+    context_.enter();
     const Written note{context_, out};
     require(static_cast<int64_t>(rows.size()) == q.n && out.n == q.n && q.dim == q_heads * head_dim &&
                 out.dim == q.dim && q_heads % kv_heads == 0,
@@ -273,7 +274,7 @@ class CudaOps final : public Ops {
   }
 
   void gather(Tensor x, std::span<const int32_t> index, Tensor out) override {
-    context_.device.enter();
+    context_.enter();
     const Written note{context_, out};
     require(static_cast<int64_t>(index.size()) == out.n && x.dim == out.dim, "gather shapes");
     for (const int32_t i : index) require(i >= 0 && i < x.n, "gather index outside the rows");
