@@ -354,7 +354,7 @@ class Scheduler:
         if query.key:
             slot.asked = LiveText(query.key, generation.prompt_tokens, last=int(query.prompt[-1]))
             names = (slot.asked,)
-        self._snapshots.take(slot, names)
+        self._snapshots.take(slot, names, turn=False)
 
     def _reached(self, generation: Generation) -> None:
         """A chunk or a token was evaluated."""
@@ -712,7 +712,7 @@ def _names(slot: Slot, reuse: Reuse, query: Query) -> tuple[LiveText, ...]:
     names = [n for n in (reuse.name, slot.text, seen) if reuse.in_place and n is not None and n.tokens == reuse.tokens]
     if not names and not reuse.tail and reuse.text_bytes is not None:
         names = [LiveText(query.key[: reuse.text_bytes], reuse.tokens)]
-    return tuple(names)
+    return tuple(dict.fromkeys(names))
 
 
 def _shared_by(plan: Plan, job: Job, tokens: int) -> bool:

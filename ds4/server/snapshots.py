@@ -42,10 +42,12 @@ log = logging.getLogger("ds4.snapshots")
 
 @dataclass(eq=False, slots=True)
 class Snapshot:
-    """`session` is nobody else's. `names` are texts that its tokens, or the first of them, stand for."""
+    """`session` is nobody else's. `names` are texts that its tokens, or the first of them, stand for. `turn`: a turn
+    begins behind it, or not far before its end; else an answer does."""
 
     session: SessionLike
     names: tuple[LiveText, ...] = ()
+    turn: bool = True
 
     def name(self, names: Iterable[LiveText]) -> None:
         """Takes over those that it can be cut to, the longest few."""
@@ -88,18 +90,19 @@ class Past:
         for snapshot in tuple(self._kept):
             if added.session.can_rewind(snapshot.tokens):
                 added.name(snapshot.names)
+                added.turn |= snapshot.turn
                 self._drop(snapshot)
         self._kept.append(added)
         while len(self._kept) > most:
             self._drop(self._least())
 
     def _least(self) -> Snapshot:
-        """The one to do without: the next shorter one stands for it at the price of the tokens between them, and the
-        longer ago it was, the less likely it is that anybody wants to go back there."""
+        """The one to do without: the next shorter one stands for it at the price of the tokens between them. The last
+        turn is edited more often than earlier ones, and those more often than an earlier answer is asked for again."""
         best: tuple[float, Snapshot] | None = None
         before = 0
-        for i, snapshot in enumerate(self._kept[:-1]):
-            worth = (snapshot.tokens - before) * 2.0 ** (i - len(self._kept))
+        for age, snapshot in zip(range(len(self._kept) - 1, 0, -1), self._kept, strict=False):
+            worth = (snapshot.tokens - before) / min(2**age, 4) / (1 if snapshot.turn else 2)
             if best is None or worth < best[0]:
                 best = worth, snapshot
             before = snapshot.tokens
@@ -164,8 +167,8 @@ class Snapshots:
         if generation.slot.session.n_tokens in generation.places:
             self.take(generation.slot)
 
-    def take(self, slot: Slot, names: tuple[LiveText, ...] = ()) -> None:
-        """Keeps the session as it is now."""
+    def take(self, slot: Slot, names: tuple[LiveText, ...] = (), *, turn: bool = True) -> None:
+        """Keeps the session as it is now; `turn`: a turn is about to begin."""
         tokens = slot.session.n_tokens
         if not self._most or tokens < LEAST:
             return
@@ -182,7 +185,7 @@ class Snapshots:
             session.close()
             log.warning("slot %d: no snapshot of %d tokens: %s", slot.index, tokens, error)
             return
-        slot.past.add(Snapshot(session, names), self._most)
+        slot.past.add(Snapshot(session, names, turn), self._most)
 
     def _has_room(self) -> bool:
         """Snapshots are the first thing to do without when memory is short."""

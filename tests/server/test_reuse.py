@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from ds4.server.snapshots import Snapshot
 from ds4.server.types import Continuation
 from ds4.testing import ScriptedEngine
 from ds4.testing.tokenizer import ScriptedTokenizer
+from tests.support.agents import DIALECTS, TRACES, Ours, scripted
 
 
 def query(*tokens: int) -> Query:
@@ -156,6 +160,59 @@ def test_routing_and_execution_agree(seed: int) -> None:
                 assert slot.session.tokens.tolist() == before[slot.index] and past_of(slot) == past[slot.index]
         kinds.add((route.reuse.kind, route.reuse.state is not None))
     assert len(kinds) >= 4 and ("memory-rewind", True) in kinds, kinds
+
+
+def tiers(name: str, dialect: str) -> dict[str, int]:
+    """How many prompts of a trace each tier serves."""
+    results = {
+        "chat": "memory-text",
+        "responses": "responses-visible",  # the first of two that keep all
+        "messages": "anthropic-tool-output",
+    }[dialect]
+    visible = "responses-visible" if dialect == "responses" else "thinking-visible"
+    # A user's turn behind calls answers none.
+    after_calls = {"chat": "memory-text", "responses": "responses-visible", "messages": "memory-text"}[dialect]
+    loop = Counter({"none": 1, results: 6}) + Counter([after_calls])
+    return {
+        "main agent, 3 sub-agents": Counter({"none": 1, "fork": 3, results: 10}),
+        "tool loop, parallel results": loop,
+        "JSON keys in another order": loop,
+        "thinking dropped, tools": Counter({"none": 1, visible if dialect == "chat" else results: 6})
+        + Counter([visible]),
+        "thinking dropped, no tools": Counter({"none": 1, visible: 4, "fork": 1}),
+        "regenerate": Counter({"none": 1, "memory-rewind": 1, visible: 3, "memory-text": 2}),
+        "edit of an earlier turn": Counter({"none": 1, visible: 3, "fork": 1}),
+        "compaction": Counter({"none": 1, visible: 4, "fork": 1}),
+        # Twice in a session that holds the system prompt and little else, then always one that the disk has.
+        "7 conversations, 4 sessions": Counter({"none": 1, "fork": 3, "memory-rewind": 3, "disk-text": 21}),
+        "restart in the middle": Counter({"none": 1, "fork": 1, results: 4, "disk-text": 2}),
+    }[name]
+
+
+def check_trace(name: str, dialect: str, directory: Path | None, **sessions: Any) -> None:
+    trace, habits, limit = TRACES[name]
+    client = DIALECTS[dialect](**habits)
+    client.server = Ours(lambda: scripted(**sessions), directory, 4)
+    try:
+        trace(client, random.Random(1), "You are an agent that edits files with care. " * 40)
+    finally:
+        client.server.stop()
+    counter = client.counter
+    print(f"{counter.evaluated} evaluated, {counter.ideal} needed; {client.server.tiers}")
+    assert counter.ratio <= limit
+    assert client.server.tiers == tiers(name, dialect)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("name", TRACES)
+def test_agents_hit_the_tiers_that_are_made_for_them(name: str, dialect: str, tmp_path: Path) -> None:
+    check_trace(name, dialect, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["main agent, 3 sub-agents", "regenerate", "edit of an earlier turn", "compaction"])
+def test_rings_need_neither_more_nor_a_disk(name: str) -> None:
+    """Sessions that cannot be cut back far keep what these clients go back to."""
+    check_trace(name, "chat", None, rewinds=False, slack=128, snapshots=4)
 
 
 def in_pieces(tokenizer: ScriptedTokenizer, text: bytes, rng: random.Random) -> list[int]:

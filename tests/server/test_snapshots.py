@@ -277,7 +277,7 @@ def past_of(*lengths: int, most: int, slack: int = 0) -> Past:
     ("lengths", "most", "kept"),
     [
         ((100, 200, 300), 4, [100, 200, 300]),
-        ((4000, 4200, 4300, 4450, 4500), 4, [4000, 4300, 4450, 4500]),
+        ((4000, 4200, 4280, 4450, 4500), 4, [4000, 4200, 4450, 4500]),
         ((1000, 1010, 3000), 2, [1000, 3000]),
         ((100, 200), 1, [200]),
         ((4000, 4100, 4200, 4300, 4400, 4500), 3, [4000, 4300, 4500]),
@@ -285,6 +285,15 @@ def past_of(*lengths: int, most: int, slack: int = 0) -> Past:
 )
 def test_the_least_useful_one_goes(lengths: tuple[int, ...], most: int, kept: list[int]) -> None:
     assert [snapshot.tokens for snapshot in past_of(*lengths, most=most)] == kept
+
+
+def test_where_an_earlier_turn_begins_is_worth_more_than_where_its_answer_does() -> None:
+    engine, past = ring_engine(slack=0), Past()
+    for tokens, turn in ((4000, True), (4290, False), (4520, True), (4770, False), (5000, True), (5250, False)):
+        session = engine.new_session()
+        session.append([7] * tokens)
+        past.add(Snapshot(session, turn=turn), 4)
+    assert [snapshot.tokens for snapshot in past] == [4000, 4520, 5000, 5250]
 
 
 def test_one_stands_for_all_that_it_can_be_cut_to() -> None:
