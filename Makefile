@@ -34,12 +34,13 @@ SANITIZED  = build/sanitize
 SAN_TESTS  = tests/native tests/test_core.py tests/test_json.py tests/test_dsml.py tests/test_rax.py \
              tests/engine/test_session.py tests/engine/test_payload.py tests/engine/test_sampler.py
 
-.PHONY: serve test lint cuda-check test-clients test-agents test-sanitize fuzz fuzz-long clean help
+.PHONY: serve test lint cuda-check arm-check check-arm test-clients test-agents test-sanitize fuzz fuzz-long clean help
 
 help:
 	@echo "make serve          build, fetch the demo model, start ds4-server on $(HOST):$(PORT) with $(SLOTS) slots"
 	@echo "make test           build, lint, run the tests, two real clients, the fuzz targets and the sanitized tests"
 	@echo "make cuda-check     compile some CUDA sources, where nvcc is installed; DS4_CUDA=1 builds the backend"
+	@echo "make check-arm      the CPU backend for Armv8.2 beside the oracle, with a cross compiler under an emulator"
 	@echo "make test-clients   all real clients (installs them into $(CLIENTS_DIR)); CLIENT=codex runs one"
 	@echo "make test-sanitize  the native and Cython tests under ASan and UBSan"
 	@echo "make fuzz           the fuzz targets with sanitizers, FUZZ_SECONDS=60 each; fuzz-long: half an hour each"
@@ -84,7 +85,22 @@ cuda-check:
 	      -gencode=arch=compute_$(CUDA_ARCH),code=sm_$(CUDA_ARCH) -o build/cuda-check/$$name.o || exit 1; \
 	  done && echo "cuda-check: $(CUDA_CHECKS) compile for sm_$(CUDA_ARCH)"; fi
 
-test: lint cuda-check
+# The kernels for Armv8.2 compile (arm-check), and the whole CPU backend gives the oracle's numbers under an emulator.
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_RUN ?= qemu-aarch64 -cpu max
+ARM_FOLDER = build/check-arm
+arm-check:
+	@if ! command -v $(ARM_CXX) >/dev/null; then echo "arm-check: skipped, $(ARM_CXX) is not installed"; else \
+	  $(MAKE) -s -f tests/native/Makefile CXX="$(ARM_CXX)" BUILD=$(ARM_FOLDER) $(ARM_FOLDER)/native/cpu/kernels_neon.o && \
+	  echo "arm-check: the kernels compile for Armv8.2"; fi
+
+check-arm:
+	@for tool in "$(firstword $(ARM_CXX))" "$(firstword $(ARM_RUN))"; do command -v "$$tool" >/dev/null || \
+	  { echo "check-arm: $$tool is not installed (Debian: g++-aarch64-linux-gnu, qemu-user)"; exit 1; }; done
+	$(MAKE) -s -f tests/native/Makefile CXX="$(ARM_CXX)" BUILD=$(ARM_FOLDER) LDFLAGS=-static
+	$(ARM_RUN) $(ARM_FOLDER)/cpu_check
+
+test: lint cuda-check arm-check
 	$(BIN)/pytest
 	$(MAKE) test-agents
 	$(MAKE) -j2 --output-sync=target fuzz test-sanitize

@@ -105,8 +105,11 @@ class Model:
 
     def state_bytes(self, tokens: int) -> int: ...
     def workspace_bytes(self, rows: int, wanted: int) -> int: ...
-    def hidden_states(self, tokens: Tokens) -> npt.NDArray[np.float32]:
-        """[layers + 1, T, width]: the residual stream before each layer, and the final norm's output."""
+    def hidden_states(self, tokens: Tokens, inputs: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+        """[layers + 1, T, width]: the residual stream before each layer, and the final norm's output.
+
+        With `inputs` [layers, T, width] each layer starts from its own of those, whatever the layer before gave.
+        """
 
     def step(
         self,
@@ -266,7 +269,7 @@ class Ops:
     @property
     def name(self) -> str: ...
     def load(self, parts: Sequence[FileMatrix], use: str = "linear") -> OpsWeight:
-        """`use`: "linear", "swiglu" (gate, up), "embedding" or "tied"."""
+        """`use`: "linear", "precise", "swiglu" (gate, up), "embedding" or "tied"."""
 
     def new_state(self, specs: Sequence[StateSpec], capacity: int) -> OpsState: ...
     def embed(self, table: OpsWeight, ids: Sequence[int], out: F32) -> None: ...
@@ -313,6 +316,7 @@ class Ops:
         times: int = 1,
     ) -> float: ...
     def rope_table_f32(self, rows: Sequence[StateRow], freq: Sequence[float], out: F32) -> None: ...
+    def hc_in(self, fn: OpsWeight, base: OpsWeight, scale: OpsWeight, streams: F32, y: F32, mix: F32) -> None: ...
     def select(
         self, q: F32, weight: F32, rows: Sequence[StateRow], index_rows: int, ratio: int, k: int
     ) -> list[npt.NDArray[np.int32] | None]:

@@ -43,6 +43,7 @@ class Weight {
 // What a matrix is for; lets a backend pick the layout.
 enum class WeightUse {
   Linear,     // y = W x
+  Precise,    // y = W x of x as it is, however W is stored: what decides (routers) or scales (hyper-connections)
   SwiGLU,     // parts = {gate, up}: used by linear_swiglu only
   Embedding,  // row look-up only
   TiedHead,   // row look-up and y = W x

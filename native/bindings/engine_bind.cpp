@@ -207,14 +207,20 @@ void load_weights(LoadedModel& m, const py::object& progress) {
   m.loaded = true;
 }
 
-// Residual streams of a prompt, [layers + 1, T, E]: before each layer, and after the final norm.
-py::array_t<float> hidden_states(LoadedModel& m, const py::handle& tokens) {
+// Residual streams of a prompt, [layers + 1, T, E]: before each layer, and after the final norm. With `inputs`,
+// [layers, T, E], layer l reads those of its number, and row l of the result is still what came out of layer l - 1.
+py::array_t<float> hidden_states(LoadedModel& m, const py::handle& tokens,
+                                 const std::optional<py::array_t<float, py::array::c_style>>& inputs) {
   const std::vector<int32_t> ids = token_ids(tokens);
   const auto n = static_cast<int64_t>(ids.size());
   if (n == 0 || !m.loaded) throw Invalid("hidden states of no tokens, or of a model without weights");
   for (const int32_t id : ids)
     if (id < 0 || id >= m.model->vocab()) throw Invalid("token " + std::to_string(id) + " is outside the vocabulary");
   py::array_t<float> out({m.model->layers() + 1, n, m.model->width()});
+  if (inputs && (inputs->ndim() != 3 || inputs->shape(0) != m.model->layers() || inputs->shape(1) != n ||
+                 inputs->shape(2) != m.model->width()))
+    throw Invalid("inputs of another shape than [layers, tokens, width]");
+  const float* given = inputs ? inputs->data() : nullptr;
   float* data = out.mutable_data();
   const py::gil_scoped_release release;
   const std::scoped_lock lock(m.backend->busy);
@@ -224,6 +230,9 @@ py::array_t<float> hidden_states(LoadedModel& m, const py::handle& tokens) {
   for (int64_t i = 0; i < n; ++i) rows.push_back({state.get(), static_cast<int32_t>(i)});
   m.model->forward({.ids = ids, .rows = rows, .wanted = {}, .probe = [&](int64_t layer, const Tensor& x) {
                       m.backend->ops->to_host(x, data + layer * n * x.dim);
+                      const bool replace = given && layer < m.model->layers();
+                      if (replace) m.backend->ops->to_device(given + layer * n * x.dim, x);
+                      return replace;
                     }});
   return out;
 }
@@ -450,7 +459,7 @@ void bind_engine(py::module_& m) {
           "workspace_bytes",
           [](const LoadedModel& l, int64_t rows, int64_t wanted) { return l.model->workspace_bytes(rows, wanted); },
           py::arg("rows"), py::arg("wanted"))
-      .def("hidden_states", &hidden_states, py::arg("tokens"))
+      .def("hidden_states", &hidden_states, py::arg("tokens"), py::arg("inputs") = py::none())
       .def("step", &step_model, py::arg("rows"))
       .def_property_readonly("drafter",
                              [](const LoadedModel& l) -> std::optional<std::string> {

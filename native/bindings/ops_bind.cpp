@@ -54,10 +54,11 @@ using Rows = std::vector<std::pair<BoundState*, int32_t>>;
 
 WeightUse use_of(const std::string& name) {
   if (name == "linear") return WeightUse::Linear;
+  if (name == "precise") return WeightUse::Precise;
   if (name == "swiglu") return WeightUse::SwiGLU;
   if (name == "embedding") return WeightUse::Embedding;
   if (name == "tied") return WeightUse::TiedHead;
-  throw Invalid("use \"" + name + "\" is none of linear, swiglu, embedding, tied");
+  throw Invalid("use \"" + name + "\" is none of linear, precise, swiglu, embedding, tied");
 }
 
 StateKind kind_of(const std::string& name) {
@@ -161,6 +162,16 @@ struct BoundOps {
       throw Invalid("out: a row of cosines and sines for each row expected");
     latent().rope_table_f32(refs(rows), freq, to);
   }
+  void hc_in(const BoundWeight& fn, const BoundWeight& base, const BoundWeight& scale, Floats streams, Floats y,
+             Floats mix) const {
+    const Tensor x = tensor(streams, "streams"), to = tensor(y, "y"), m = tensor(mix, "mix");
+    const int64_t n = to.dim > 0 ? x.dim / to.dim : 0, all = 2 * n + n * n;
+    if (fn.weight->rows() != all || fn.weight->cols() != x.dim || base.weight->cols() != all ||
+        scale.weight->cols() != 3)
+      throw Invalid("fn, base or scale of another number of streams");
+    latent().hc_in({fn.weight.get(), base.weight.get(), scale.weight.get(), n}, x, to, m);
+    ops->reset_scratch();
+  }
   // The selected rows of each token row, ascending; None where all are visible.
   py::list select(Floats q, Floats weight, const Rows& rows, size_t index_rows, int64_t ratio, int64_t k) const {
     const Tensor in = tensor(q, "q"), w = tensor(weight, "weight");
@@ -230,6 +241,8 @@ void bind_ops(py::module_& m) {
       .def("attention", &BoundOps::attention, in("q"), py::arg("rows"), py::arg("k"), py::arg("v"), py::arg("q_heads"),
            py::arg("kv_heads"), py::arg("head_dim"), py::arg("scale"), in("out"), py::arg("times") = 1)
       .def("rope_table_f32", &BoundOps::rope_table_f32, py::arg("rows"), py::arg("freq"), in("out"))
+      .def("hc_in", &BoundOps::hc_in, py::arg("fn"), py::arg("base"), py::arg("scale"), in("streams"), in("y"),
+           in("mix"))
       .def("select", &BoundOps::select, in("q"), in("weight"), py::arg("rows"), py::arg("index_rows"), py::arg("ratio"),
            py::arg("k"))
       .def("gather", &BoundOps::gather, in("x"), py::arg("index"), in("out"));

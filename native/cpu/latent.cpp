@@ -8,9 +8,9 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <map>
 #include <vector>
 
+#include "cpu/packed.h"
 #include "int_table.h"
 #include "quant/quant.h"
 
@@ -31,24 +31,10 @@ float sigmoid(float x) {
   return 1.0f / (1.0f + std::exp(-x));
 }
 
-// Small matrices as dense floats (norm gains, biases, sinks): a weight of this file when loaded here, else read back
-// through the embedding look-up, once.
-class Dense {
- public:
-  const float* of(Ops& ops, const Weight& w) {
-    auto& kept = kept_[&w];
-    if (kept.empty()) {
-      kept.resize(static_cast<size_t>(w.rows() * w.cols()));
-      std::vector<int32_t> ids(static_cast<size_t>(w.rows()));
-      for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i);
-      ops.embed(w, ids, Tensor(kept.data(), w.rows(), w.cols()));
-    }
-    return kept.data();
-  }
-
- private:
-  std::map<const Weight*, std::vector<float>> kept_;
-};
+// Norm gains, biases, sinks.
+const float* dense(const Weight& w) {
+  return packed(w).dense();
+}
 
 // Several matrices of one shape, each packed by the backend.
 class Matrices final : public Weight {
@@ -182,7 +168,7 @@ class CpuLatent final : public LatentOps {
         n <= kMostStreams && streams.dim == n * y.dim && mix.dim == n + n * n && y.n == streams.n && mix.n == streams.n,
         "hc_in shapes");
     const Tensor c = coefficients(hc, streams);
-    const float *base = dense_.of(ops_, *hc.base), *scale = dense_.of(ops_, *hc.scale);
+    const float *base = dense(*hc.base), *scale = dense(*hc.scale);
     each_row(streams.n, [&](int64_t t) {
       const float *x = row_of(streams, t), *v = row_of(c, t);
       const float inverse = inverse_rms(x, streams.dim, hc.norm_eps);
@@ -211,7 +197,7 @@ class CpuLatent final : public LatentOps {
     const int64_t n = hc.streams;
     require(n <= kMostStreams && streams.dim == n * y.dim && y.n == streams.n, "hc_head shapes");
     const Tensor c = coefficients(hc, streams);
-    const float *base = dense_.of(ops_, *hc.base), *scale = dense_.of(ops_, *hc.scale);
+    const float *base = dense(*hc.base), *scale = dense(*hc.scale);
     each_row(streams.n, [&](int64_t t) {
       const float* x = row_of(streams, t);
       const float inverse = inverse_rms(x, streams.dim, hc.norm_eps);
@@ -272,7 +258,7 @@ class CpuLatent final : public LatentOps {
     const int64_t lanes = c.ratio == 4 ? 2 : 1, half = lanes * c.dim;
     require(kg.dim == 2 * half && static_cast<int64_t>(rows.size()) == kg.n && c.dim % 16 == 0, "compress shapes");
     check_rounding(c.rounding, c.dim, 2 * static_cast<int64_t>(c.freq.size()));
-    const float *bias = dense_.of(ops_, *c.bias), *gain = dense_.of(ops_, *c.gain);
+    const float *bias = dense(*c.bias), *gain = dense(*c.gain);
     // A session's rows follow each other through its ring; sessions are independent.
     for (int64_t t = 0; t < kg.n; ++t) {
       State& state = *rows[static_cast<size_t>(t)].state;
@@ -326,7 +312,7 @@ class CpuLatent final : public LatentOps {
     const int64_t dim = a.head_dim;
     require(q.dim == a.heads * dim && out.dim == q.dim && kv.dim == dim && q.n == kv.n && out.n == q.n,
             "latent_attention shapes");
-    const float* sinks = dense_.of(ops_, *a.sinks);
+    const float* sinks = dense(*a.sinks);
     // Work items are (row, sixteen heads): enough of them for every thread also in a decode step.
     const int64_t slices = (a.heads + 15) / 16;
     std::vector<int64_t> starts(static_cast<size_t>(q.n));
@@ -390,7 +376,7 @@ class CpuLatent final : public LatentOps {
                 float scale) override {
     const int64_t experts = logits.dim;
     require(k > 0 && k <= experts, "route shapes");
-    const float* add = bias ? dense_.of(ops_, *bias) : nullptr;
+    const float* add = bias ? dense(*bias) : nullptr;
     const auto* ints = dynamic_cast<const IntTable*>(table);
     require(!table || (ints && ints->cols() == k), "route table shape");
     Routing out{integers(logits.n * k), ops_.scratch(logits.n, k).data, logits.n, k};
@@ -548,7 +534,6 @@ class CpuLatent final : public LatentOps {
   ClampedSwiglu swiglu_;
   const LatentKernels& kernels_;
   ThreadPool& pool_;
-  Dense dense_;
 };
 
 }  // namespace

@@ -40,12 +40,6 @@ float* row_of(const Tensor& x, int64_t t) {
   return x.data + t * x.stride;
 }
 
-const PackedWeight& packed(const Weight& w) {
-  const auto* p = dynamic_cast<const PackedWeight*>(&w);
-  if (!p) throw Invalid("cpu: a weight of another backend");
-  return *p;
-}
-
 const float* gain_of(const Norm& norm, int64_t dim) {
   require(norm.gain, "norm without a gain");
   const PackedWeight& w = packed(*norm.gain);
@@ -141,7 +135,8 @@ class CpuOps final : public Ops {
   void linear(const Weight& weight, Tensor x, const Norm* norm, const Weight* bias, Tensor y) override {
     const PackedWeight& w = packed(weight);
     require(x.n == y.n && x.dim == w.cols() && y.dim == w.rows(), "linear shapes");
-    require(w.use() == WeightUse::Linear || w.use() == WeightUse::TiedHead, "linear: a weight loaded for another use");
+    require(w.use() == WeightUse::Linear || w.use() == WeightUse::Precise || w.use() == WeightUse::TiedHead,
+            "linear: a weight loaded for another use");
     const float* add = nullptr;
     if (bias) {
       const PackedWeight& b = packed(*bias);

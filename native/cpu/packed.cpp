@@ -360,6 +360,11 @@ int64_t tile_bytes(const Format& f, int64_t cols) {
   return round_up(scale_offset(f, cols) + (blocks * f.scale_bytes + 7) / 8, 64);
 }
 
+// What the kernels read: F32 where activations must not be rounded and the kernels for the stored type do.
+DType PackedWeight::packed_type(const MatrixView& part) const {
+  return use_ == WeightUse::Precise && part.type != DType::F16 ? DType::F32 : part.type;
+}
+
 PackedWeight::PackedWeight(std::span<const MatrixView> parts, WeightUse use, ThreadPool& pool, SlabArena& arena)
     : Weight(0, parts.empty() ? 0 : parts[0].cols), parts_(parts.begin(), parts.end()), use_(use) {
   if (parts.empty()) throw Invalid("load: no matrix given");
@@ -398,10 +403,10 @@ void PackedWeight::pack(ThreadPool* pool, SlabArena* arena) const {
   std::vector<Source> sources;
   const bool swiglu = use_ == WeightUse::SwiGLU;
   for (const MatrixView& p : parts_) {
-    if (!swiglu && !sources.empty() && sources.back().type == p.type)
+    if (!swiglu && !sources.empty() && sources.back().type == packed_type(p))
       sources.back().rows += p.rows;
     else
-      sources.push_back({p.type, p.rows});
+      sources.push_back({packed_type(p), p.rows});
   }
   const bool interleave = swiglu && parts_[0].type == parts_[1].type;
   int64_t total = 0, row = 0;
@@ -436,17 +441,26 @@ void PackedWeight::pack(ThreadPool* pool, SlabArena* arena) const {
     uint8_t* data = base + offsets[i];
     g.data = data;
     const DType type = sources[i].type;
-    const auto source_row = [&](int64_t r) {
+    // The stored row, or `widened` with its values.
+    const auto source_row = [&](int64_t row, std::vector<float>& widened) {
+      int64_t r = row;
       for (const MatrixView& p : parts_) {
-        if (r < p.rows) return static_cast<const uint8_t*>(p.data) + r * static_cast<int64_t>(row_bytes(type, cols_));
+        if (r < p.rows && p.type == type)
+          return static_cast<const uint8_t*>(p.data) + r * static_cast<int64_t>(row_bytes(type, cols_));
+        if (r < p.rows) {
+          widened.resize(static_cast<size_t>(cols_));
+          dequantize(row, widened.data());
+          return reinterpret_cast<const uint8_t*>(widened.data());
+        }
         r -= p.rows;
       }
       throw Invalid("load: row out of range");
     };
     const auto pack_tiles = [&](int64_t first, int64_t last) {
+      std::vector<float> widened;
       for (int64_t t = first; t < last; ++t)
         for (int64_t lane = 0; lane < kTileRows && t * kTileRows + lane < g.rows; ++lane)
-          pack_row(g.format, type, source_row(g.first_row + t * kTileRows + lane), cols_, lane,
+          pack_row(g.format, type, source_row(g.first_row + t * kTileRows + lane, widened), cols_, lane,
                    data + t * g.tile_stride);
     };
     if (pool)
@@ -467,6 +481,21 @@ void PackedWeight::dequantize(int64_t row, float* out) const {
     row -= p.rows;
   }
   throw Invalid("row out of range");
+}
+
+const float* PackedWeight::dense() const {
+  if (const float* v = vector()) return v;
+  std::call_once(widened_, [&] {
+    dense_.resize(static_cast<size_t>(rows_ * cols_));
+    for (int64_t r = 0; r < rows_; ++r) dequantize(r, dense_.data() + r * cols_);
+  });
+  return dense_.data();
+}
+
+const PackedWeight& packed(const Weight& w) {
+  const auto* p = dynamic_cast<const PackedWeight*>(&w);
+  if (!p) throw Invalid("cpu: a weight of another backend");
+  return *p;
 }
 
 size_t PackedWeight::resident_bytes() const {

@@ -105,17 +105,24 @@ class PackedWeight final : public Weight {
   const float* vector() const { return vector_.empty() ? nullptr : vector_.data(); }
   // Row `row` as floats, from the model file.
   void dequantize(int64_t row, float* out) const;
+  // All rows as floats, kept from the first call on: for small matrices that are read by element.
+  const float* dense() const;
 
  private:
+  DType packed_type(const MatrixView& part) const;
   void pack(ThreadPool* pool, SlabArena* arena) const;
   std::vector<MatrixView> parts_;
   WeightUse use_;
   std::vector<float> vector_;
-  mutable std::once_flag packed_;
+  mutable std::once_flag packed_, widened_;
+  mutable std::vector<float> dense_;
   mutable std::shared_ptr<std::byte> memory_;
   mutable size_t bytes_ = 0;  // of memory_
   mutable std::vector<Segment> segments_;
   mutable std::vector<ActKind> acts_;
 };
+
+// Throws Invalid for a weight of another backend.
+const PackedWeight& packed(const Weight& w);
 
 }  // namespace ds4::cpu

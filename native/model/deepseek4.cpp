@@ -65,7 +65,8 @@ class DeepSeek4 final : public Model {
     embed_ = math_.one(embedding_, WeightUse::Embedding);
     head_ = math_.one(output_);
     final_norm_ = math_.one(output_norm_);
-    hc_fn_ = math_.one(head_fn_), hc_base_ = math_.one(head_base_), hc_scale_ = math_.one(head_scale_);
+    hc_fn_ = math_.one(head_fn_, WeightUse::Precise), hc_base_ = math_.one(head_base_),
+    hc_scale_ = math_.one(head_scale_);
     if (progress) progress(2, total);
     for (size_t l = 0; l < files_.size(); ++l) {
       try {
@@ -99,10 +100,10 @@ class DeepSeek4 final : public Model {
     latent.rope_table_f32(batch.rows, freq_.window, a.rope);
     latent.rope_table_f32(batch.rows, freq_.compressed, a.rope_far);
     for (size_t l = 0; l < layers_.size(); ++l) {
-      if (batch.probe) batch.probe(static_cast<int64_t>(l), a.streams);
+      const bool replaced = batch.probe && batch.probe(static_cast<int64_t>(l), a.streams);
       math_.layer(
-          layers_[l], batch.ids, a, [&] { math_.attention(layers_[l], states_[l], s.ratios[l], batch.rows, a); }, l > 0,
-          l + 1 < layers_.size() ? &layers_[l + 1] : nullptr);
+          layers_[l], batch.ids, a, [&] { math_.attention(layers_[l], states_[l], s.ratios[l], batch.rows, a); },
+          l > 0 && !replaced, l + 1 < layers_.size() ? &layers_[l + 1] : nullptr);
       if (draft_) draft_->after_layer(static_cast<int64_t>(l), a);
     }
     if (batch.probe) batch.probe(s.layers, a.streams);

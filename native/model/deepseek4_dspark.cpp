@@ -64,7 +64,7 @@ class DSpark final : public DraftLayers {
     shared_ = shared;
     weights_.main = layers_.scaled(file_.main), weights_.main_norm = layers_.one(file_.main_norm);
     weights_.norm = layers_.one(file_.norm);
-    weights_.fn = layers_.one(file_.fn), weights_.base = layers_.one(file_.base);
+    weights_.fn = layers_.one(file_.fn, WeightUse::Precise), weights_.base = layers_.one(file_.base);
     weights_.scale = layers_.one(file_.scale);
     weights_.chain_in = layers_.one(file_.chain_in, WeightUse::Embedding);
     weights_.chain_out = layers_.one(file_.chain_out);

@@ -220,8 +220,10 @@ std::unique_ptr<Weight> Layers::scaled(const MatrixView& view, WeightUse use) {
 
 LayerWeights Layers::load(const LayerFile& f) {
   LayerWeights w;
-  w.hc_attn_fn = one(f.hc_attn_fn), w.hc_attn_base = one(f.hc_attn_base), w.hc_attn_scale = one(f.hc_attn_scale);
-  w.hc_ffn_fn = one(f.hc_ffn_fn), w.hc_ffn_base = one(f.hc_ffn_base), w.hc_ffn_scale = one(f.hc_ffn_scale);
+  w.hc_attn_fn = one(f.hc_attn_fn, WeightUse::Precise), w.hc_attn_base = one(f.hc_attn_base),
+  w.hc_attn_scale = one(f.hc_attn_scale);
+  w.hc_ffn_fn = one(f.hc_ffn_fn, WeightUse::Precise), w.hc_ffn_base = one(f.hc_ffn_base),
+  w.hc_ffn_scale = one(f.hc_ffn_scale);
   w.attn_norm = one(f.attn_norm);
   w.q_a = scaled(f.q_a), w.q_a_norm = one(f.q_a_norm), w.q_b = scaled(f.q_b);
   w.kv = scaled(f.kv), w.kv_norm = one(f.kv_norm), w.sinks = one(f.sinks);
@@ -229,9 +231,9 @@ LayerWeights Layers::load(const LayerFile& f) {
   w.output_b = scaled(f.output_b);
   w.compressor = stack(f.compressor);
   w.compressor_bias = one(f.compressor_bias), w.compressor_norm = one(f.compressor_norm);
-  w.index_q = scaled(f.index_q), w.index_weight = one(f.index_weight);
+  w.index_q = scaled(f.index_q), w.index_weight = one(f.index_weight, WeightUse::Precise);
   w.index_bias = one(f.index_bias), w.index_norm = one(f.index_norm);
-  w.ffn_norm = one(f.ffn_norm), w.router = one(f.router), w.router_bias = one(f.router_bias);
+  w.ffn_norm = one(f.ffn_norm), w.router = one(f.router, WeightUse::Precise), w.router_bias = one(f.router_bias);
   if (f.router_table.data) w.router_table = keep(latent_->load_table(f.router_table));
   w.experts_gate_up =
       keep(latent_->load_experts(PlainViews(f.experts_gate_up).views(), shape_.experts, WeightUse::SwiGLU));

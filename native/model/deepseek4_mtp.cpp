@@ -56,7 +56,7 @@ class Mtp final : public DraftLayers {
     weights_.e_proj = layers_.scaled(file_.e_proj), weights_.h_proj = layers_.scaled(file_.h_proj);
     weights_.both = layers_.scaled(file_.both);
     weights_.norm = layers_.one(file_.norm);
-    weights_.fn = layers_.one(file_.fn), weights_.base = layers_.one(file_.base);
+    weights_.fn = layers_.one(file_.fn, WeightUse::Precise), weights_.base = layers_.one(file_.base);
     weights_.scale = layers_.one(file_.scale);
     weights_.embed = layers_.one(file_.embed, WeightUse::Embedding);
     weights_.head = layers_.one(file_.head);

@@ -22,8 +22,9 @@ struct Batch {
   std::span<const int32_t> ids;     // [T]
   std::span<const RowRef> rows;     // [T]
   std::span<const int32_t> wanted;  // row numbers whose logits are asked for; only these go through the head
-  // Called with (l, [T, E]) before layer l, and with (layers, ...) after the final norm. For tests and tools.
-  std::function<void(int64_t, const Tensor&)> probe;
+  // Called with (l, [T, E]) before layer l, and with (layers, ...) after the final norm; true: it has written other
+  // rows there, which the layer is to start from. For tests and tools.
+  std::function<bool(int64_t, const Tensor&)> probe;
 };
 
 // Tokens that one step may evaluate beyond those that a session keeps.

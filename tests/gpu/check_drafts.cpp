@@ -66,6 +66,7 @@ void check(Ops& cuda, Results& r, const RandomModel& random, const std::string& 
   const auto a = cuda.new_state(model->state_specs(), 256), b = cuda.new_state(model->state_specs(), 256);
   const auto ar = ref->new_state(model_r->state_specs(), 256);
   int64_t at = 0;
+  size_t guessed = 0;
   for (const int64_t n : {3, 8, 40, 41, 42, 43, 130}) {
     if (at < n) {
       advance(cuda, *model, *a, at, slice(ids, at, n));
@@ -75,7 +76,9 @@ void check(Ops& cuda, Results& r, const RandomModel& random, const std::string& 
     const int32_t token = ids[static_cast<size_t>(n)];
     const std::string here = what + " at " + std::to_string(n);
     const Guess mine = guess(*model, *a, n, token), want = guess(*model_r, *ar, n, token);
-    r.expect(mine.drafts.size() == want.drafts.size() && !mine.drafts.empty(), here + ": number of guesses");
+    // The first may be less sure than asked for.
+    r.expect(mine.drafts.size() == want.drafts.size(), here + ": number of guesses");
+    guessed += mine.drafts.size();
     size_t same = 0;
     while (same < std::min(mine.drafts.size(), want.drafts.size()) && mine.drafts[same] == want.drafts[same]) ++same;
     r.expect(same == want.drafts.size(), here + ": only the first " + std::to_string(same) + " guesses are equal");
@@ -93,6 +96,7 @@ void check(Ops& cuda, Results& r, const RandomModel& random, const std::string& 
     a->truncate(at);
     b->truncate(at);
   }
+  r.expect(guessed > 7, what + ": " + std::to_string(guessed) + " guesses in all");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Each operation of ops_latent.h on the GPU against the reference.
+// Each operation of ops_latent.h on a backend against the reference.
 #include <algorithm>
 
 #include "common.h"
@@ -10,6 +10,7 @@ namespace {
 struct Pair {
   Ops& cuda;
   Ops& ref;
+  Traits traits;
   void reset() const {
     cuda.reset_scratch();
     ref.reset_scratch();
@@ -21,11 +22,12 @@ struct Loaded {
   std::unique_ptr<Weight> cuda, ref;
 };
 
-Loaded load(const Pair& p, std::vector<std::byte> bytes, int64_t rows, int64_t cols, DType type) {
+Loaded load(const Pair& p, std::vector<std::byte> bytes, int64_t rows, int64_t cols, DType type,
+            WeightUse use = WeightUse::Linear) {
   Loaded l{std::move(bytes), nullptr, nullptr};
   const MatrixView view{l.bytes.data(), rows, cols, type};
-  l.cuda = p.cuda.load({&view, 1}, WeightUse::Linear);
-  l.ref = p.ref.load({&view, 1}, WeightUse::Linear);
+  l.cuda = p.cuda.load({&view, 1}, use);
+  l.ref = p.ref.load({&view, 1}, use);
   return l;
 }
 
@@ -44,7 +46,7 @@ void check_hyper(const Pair& p, Results& r, Random& random) {
       p.reset();
       const int64_t width = 384, T = 7, rows = 2 * n + n * n;
       const std::string what = "hc of " + std::to_string(n) + " streams, " + dtype_name(type);
-      const Loaded fn = load(p, random.matrix(type, rows, n * width, 0.05f), rows, n * width, type);
+      const Loaded fn = load(p, random.matrix(type, rows, n * width, 0.05f), rows, n * width, type, WeightUse::Precise);
       const Loaded base = load(p, random.matrix(DType::F32, 1, rows, 1.0f), 1, rows, DType::F32);
       const Loaded scale = load(p, random.matrix(DType::F32, 1, 3, 1.0f), 1, 3, DType::F32);
       const auto x = random.floats(T * n * width, 2.0f), out = random.floats(T * width);
@@ -66,7 +68,7 @@ void check_hyper(const Pair& p, Results& r, Random& random) {
                                one_mix.rows(t, 1));
       r.equal(download(p.cuda, one), all, what + " row by row");
 
-      const Loaded hf = load(p, random.matrix(type, n, n * width, 0.05f), n, n * width, type);
+      const Loaded hf = load(p, random.matrix(type, n, n * width, 0.05f), n, n * width, type, WeightUse::Precise);
       const Loaded hb = load(p, random.matrix(DType::F32, 1, n, 1.0f), 1, n, DType::F32);
       const Loaded hs = load(p, random.matrix(DType::F32, 1, 1, 1.0f), 1, 1, DType::F32);
       y = poisoned(p.cuda, T, width);
@@ -84,7 +86,7 @@ void check_between(const Pair& p, Results& r, Random& random) {
       p.reset();
       const int64_t n = 4, T = 37, rows = 2 * n + n * n;
       const std::string what = "between sub-layers, " + std::string(dtype_name(type)) + " " + std::to_string(width);
-      const Loaded fn = load(p, random.matrix(type, rows, n * width, 0.02f), rows, n * width, type);
+      const Loaded fn = load(p, random.matrix(type, rows, n * width, 0.02f), rows, n * width, type, WeightUse::Precise);
       const Loaded base = load(p, random.matrix(DType::F32, 1, rows, 1.0f), 1, rows, DType::F32);
       const Loaded scale = load(p, random.matrix(DType::F32, 1, 3, 1.0f), 1, 3, DType::F32);
       const Loaded gain = load(p, random.matrix(DType::F32, 1, width, 1.0f), 1, width, DType::F32);
@@ -432,7 +434,7 @@ void check_experts(const Pair& p, Results& r, Random& random) {
       p.cuda.latent()->moe(*gc, *dc, in, a, 0.5f, y);
       p.ref.latent()->moe(*gr, *dr, upload(p.ref, x, T, H), b, 0.5f, yr);
       const auto all = download(p.cuda, y);
-      r.close(all, download(p.ref, yr), gate_type == DType::F32 || gate_type == DType::F16 ? 3e-6 : 2e-2, what);
+      r.close(all, download(p.ref, yr), p.traits.product_error(gate_type, down_type, 2e-2), what);
       for (const int64_t group : {1, 4, 16, 60}) {
         Tensor z = upload(p.cuda, start, T, H);
         for (int64_t t = 0; t < T; t += group) {
@@ -461,9 +463,9 @@ void check_experts(const Pair& p, Results& r, Random& random) {
 
 }  // namespace
 
-void check_latent(Ops& cuda, Results& results, uint64_t seed) {
+void check_latent(Ops& cuda, Results& results, uint64_t seed, const Traits& traits) {
   const auto ref = make_reference_ops();
-  const Pair p{cuda, *ref};
+  const Pair p{cuda, *ref, traits};
   Random random(seed + 1);
   check_hyper(p, results, random);
   check_between(p, results, random);

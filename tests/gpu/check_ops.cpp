@@ -1,4 +1,4 @@
-// Each operation of ops.h on the GPU against the reference, with random shapes and outputs full of NaN.
+// Each operation of ops.h on a backend against the reference, with random shapes and outputs full of NaN.
 #include <algorithm>
 
 #include "common.h"
@@ -19,7 +19,7 @@ struct Shape {
   int64_t rows, cols;
 };
 
-void check_linear(Ops& cuda, Ops& ref, Results& r, Random& random) {
+void check_linear(Ops& cuda, Ops& ref, Results& r, Random& random, const Traits& traits) {
   for (const DType type : kMatrixTypes) {
     const Shape shapes[] = {{96, 1024}, {514, 256}, {64, 4096}, {4099, 512}, {7, is_float(type) ? 52 : 256}};
     for (const Shape& s : shapes) {
@@ -56,7 +56,7 @@ void check_linear(Ops& cuda, Ops& ref, Results& r, Random& random) {
       cuda.linear(*w, in, &norm, b.get(), y);
       ref.linear(*wr, upload(ref, x, T, s.cols), &norm_r, br.get(), yr);
       const auto all = download(cuda, y);
-      r.close(all, download(ref, yr), is_float(type) ? 3e-6 : 1e-2, what + " norm bias");
+      r.close(all, download(ref, yr), traits.product_error(type), what + " norm bias");
       for (const int64_t group : {1, 2, 3, 5, 8, 16}) {
         Tensor y2 = poisoned(cuda, T, s.rows);
         for (int64_t t = 0; t < T; t += group) {
@@ -71,7 +71,7 @@ void check_linear(Ops& cuda, Ops& ref, Results& r, Random& random) {
       yr = upload(ref, start, T, s.rows);
       cuda.linear_add(*w, in, y);
       ref.linear_add(*wr, upload(ref, x, T, s.cols), yr);
-      r.close(download(cuda, y), download(ref, yr), is_float(type) ? 3e-6 : 1e-2, "add " + what);
+      r.close(download(cuda, y), download(ref, yr), traits.product_error(type), "add " + what);
     }
     // SwiGLU, and parts of different types.
     const int64_t rows = 140, cols = 512, T = 5;
@@ -86,24 +86,23 @@ void check_linear(Ops& cuda, Ops& ref, Results& r, Random& random) {
       cuda.linear_swiglu(*w, upload(cuda, x, T, cols), nullptr, y);
       ref.linear_swiglu(*wr, upload(ref, x, T, cols), nullptr, yr);
       const std::string what = std::string("swiglu ") + dtype_name(type) + "/" + dtype_name(other);
-      r.close(download(cuda, y), download(ref, yr), is_float(type) && is_float(other) ? 3e-6 : 2e-2, what);
+      r.close(download(cuda, y), download(ref, yr), traits.product_error(type, other, 2e-2), what);
       if (LatentOps* l = cuda.latent()) {
         l->linear_swiglu_clamped(*w, upload(cuda, x, T, cols), 0.3f, y);
         ref.latent()->linear_swiglu_clamped(*wr, upload(ref, x, T, cols), 0.3f, yr);
-        r.close(download(cuda, y), download(ref, yr), is_float(type) && is_float(other) ? 3e-6 : 2e-2,
-                "clamped " + what);
+        r.close(download(cuda, y), download(ref, yr), traits.product_error(type, other, 2e-2), "clamped " + what);
       }
       const auto s = cuda.load(parts, WeightUse::Linear), sr = ref.load(parts, WeightUse::Linear);
       Tensor z = poisoned(cuda, T, 2 * rows), zr = poisoned(ref, T, 2 * rows);
       cuda.linear(*s, upload(cuda, x, T, cols), nullptr, nullptr, z);
       ref.linear(*sr, upload(ref, x, T, cols), nullptr, nullptr, zr);
-      r.close(download(cuda, z), download(ref, zr), is_float(type) && is_float(other) ? 3e-6 : 1e-2,
+      r.close(download(cuda, z), download(ref, zr), traits.product_error(type, other, 1e-2),
               std::string("stack ") + dtype_name(type) + "/" + dtype_name(other));
     }
   }
 }
 
-void check_attention(Ops& cuda, Ops& ref, Results& r, Random& random) {
+void check_attention(Ops& cuda, Ops& ref, Results& r, Random& random, const Traits& traits) {
   struct Case {
     int64_t q_heads, kv_heads, dim, pairs;
     DType type;
@@ -112,7 +111,9 @@ void check_attention(Ops& cuda, Ops& ref, Results& r, Random& random) {
   const Case cases[] = {{15, 5, 64, 32, DType::F16, RopeKind::HalfSplit},
                         {4, 4, 128, 64, DType::BF16, RopeKind::Interleaved},
                         {24, 2, 48, 16, DType::F32, RopeKind::Interleaved}};
-  for (const Case& c : cases) {
+  for (const Case& of : cases) {
+    Case c = of;
+    if (traits.f16_attention_only) c.type = DType::F16;
     const std::vector<StateSpec> specs = {{.name = "k.0", .type = c.type, .heads = c.kv_heads, .width = c.dim},
                                           {.name = "v.0", .type = c.type, .heads = c.kv_heads, .width = c.dim}};
     const std::string what = std::string("attention ") + std::to_string(c.q_heads) + "/" + std::to_string(c.kv_heads) +
@@ -200,12 +201,12 @@ void check_small(Ops& cuda, Ops& ref, Results& r, Random& random) {
 
 }  // namespace
 
-void check_ops(Ops& cuda, Results& results, uint64_t seed) {
+void check_ops(Ops& cuda, Results& results, uint64_t seed, const Traits& traits) {
   const auto ref = make_reference_ops();
   Random random(seed);
   check_small(cuda, *ref, results, random);
-  check_linear(cuda, *ref, results, random);
-  check_attention(cuda, *ref, results, random);
+  check_linear(cuda, *ref, results, random, traits);
+  check_attention(cuda, *ref, results, random, traits);
 }
 
 }  // namespace ds4::gpu

@@ -1,6 +1,7 @@
-// What the GPU checks share: random data, random blocks of every file format, comparison, a result list.
+// What the checks of a backend share: random data, random blocks of every file format, comparison, a result list.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -63,12 +64,28 @@ std::vector<float> download(Ops& ops, const Tensor& t);
 // Scratch full of NaN.
 Tensor poisoned(Ops& ops, int64_t rows, int64_t cols);
 
-void check_ops(Ops& cuda, Results& results, uint64_t seed);
-void check_latent(Ops& cuda, Results& results, uint64_t seed);
-void check_models(Ops& cuda, Results& results, uint64_t seed);
-void check_drafts(Ops& cuda, Results& results, uint64_t seed);
+// What a backend does in another way than the reference, which a check has to know. Those of the GPU's are the
+// defaults.
+struct Traits {
+  bool rounds_to_bf16 = false;      // activations in front of BF16 weights
+  bool f16_attention_only = false;  // keys and values of other types are refused
+
+  // The largest relative error of a product with weights of this type: sums in another order, or rounded activations.
+  double product_error(DType type, double blocks = 1e-2) const {
+    if (type == DType::BF16 && rounds_to_bf16) return 5e-3;
+    return type == DType::F32 || type == DType::F16 || type == DType::BF16 ? 3e-6 : blocks;
+  }
+  double product_error(DType a, DType b, double blocks) const {
+    return std::max(product_error(a, blocks), product_error(b, blocks));
+  }
+};
+
+void check_ops(Ops& ops, Results& results, uint64_t seed, const Traits& traits = {});
+void check_latent(Ops& ops, Results& results, uint64_t seed, const Traits& traits = {});
+void check_models(Ops& ops, Results& results, uint64_t seed);
+void check_drafts(Ops& ops, Results& results, uint64_t seed);
 // Prints what draws cost as well.
-void check_draws(Ops& cuda, Results& results, uint64_t seed);
+void check_draws(Ops& ops, Results& results, uint64_t seed);
 // Timings of single operations, then of a whole model of 43 layers with random weights; rows go to `csv`.
 void bench_ops(Ops& cuda, std::FILE* csv);
 void bench_model(std::FILE* csv, int64_t layers);

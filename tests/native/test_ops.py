@@ -135,6 +135,31 @@ def test_linear(ops: _cpu.Ops, rng: np.random.Generator, type_name: str) -> None
 
 
 @pytest.mark.parametrize("type_name", TYPES)
+def test_precise_weights_round_no_activations(ops: _cpu.Ops, rng: np.random.Generator, type_name: str) -> None:
+    tokens, rows, cols = 5, 24, 512
+    w, x = Matrix(rng, type_name, rows, cols), normal(rng, tokens, cols)
+    got, want = poisoned(tokens, rows), poisoned(tokens, rows)
+    ops.linear(w.on(ops, "precise"), x, got)
+    reference.linear(w.on(reference), x, want)
+    assert_close(got, want)
+
+
+def test_small_matrices_are_read_anew(ops: _cpu.Ops, rng: np.random.Generator) -> None:
+    """A weight may come to lie where another one was: nothing of that one is remembered."""
+    x = normal(rng, 3, 4 * 32)
+    fn = Matrix(rng, "F32", 24, 4 * 32)
+    for _ in range(5):
+        base, scale = vector(normal(rng, 24)), vector(normal(rng, 3))
+        results = []
+        for o in (ops, reference):
+            y, mix = poisoned(3, 32), poisoned(3, 20)
+            o.hc_in(fn.on(o, "precise"), o.load([base]), o.load([scale]), x, y, mix)
+            results.append((y, mix))
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want)
+
+
+@pytest.mark.parametrize("type_name", TYPES)
 def test_linear_of_a_norm(ops: _cpu.Ops, rng: np.random.Generator, type_name: str) -> None:
     tokens, rows, cols = 19, 64, 512
     w, gain = Matrix(rng, type_name, rows, cols), vector(rng.uniform(0.5, 1.5, cols).astype(np.float32))
