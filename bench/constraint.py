@@ -1,7 +1,12 @@
-"""What a constraint costs: compiling, a matcher per sequence, and per token the mask, the advance and the masked draw.
+"""What a constraint costs: compiling, a matcher per sequence, and per token the mask, the advance and the masked draw;
+and what sixteen constrained sequences cost beside sixteen free ones.
 
-Run: `python bench/constraint.py`. The vocabulary is the demo model's (49,152 tokens). Times are thread CPU time in
-microseconds; "first" is a sequence after the compilation, "next" the tenth sequence of the same constraint.
+Run: `python -m bench.constraint`. The vocabulary is the demo model's (49,152 tokens). Times of the first part are CPU
+time of the thread in microseconds; "first" is a sequence after the compilation, "next" the tenth one of the same.
+
+The second part samples at temperature 1 through the server's scheduler, engine and constraints, a case after the other
+in every round: tokens per second are wall time, medians of the rounds. "CPU beside the step" is what the engine thread
+does per token outside of `Engine.step`: parser, events, matcher and mask. The masked draw is a part of the step.
 """
 
 from __future__ import annotations
@@ -12,13 +17,17 @@ import time
 
 import numpy as np
 
-from ds4.engine.constraint import Compiler, Grammar
+from ds4.engine.constraint import Compiler, ConstraintLike, Grammar
 from ds4.engine.demo import demo_model_path
+from ds4.engine.engine import Engine
 from ds4.engine.model_file import open_model_file
 from ds4.engine.sampler import new_sampler
 from ds4.engine.tokenizer import Tokenizer
-from ds4.engine.types import SamplingParams
+from ds4.engine.types import EngineConfig, SamplingParams
 from ds4.prompt.call_grammar import SYNTAXES, CallGrammar, Function
+from ds4.prompt.call_inputs import INPUT, CallConstraint
+from ds4.server.scheduler import Scheduler, SchedulerConfig
+from ds4.server.types import GenerationRequest
 
 VOCAB = 49152
 PERSON = {
@@ -52,6 +61,16 @@ CALL = (
 FIND = {"properties": {"query": {"type": "string"}, "limit": {"type": "integer"}}, "required": ["query"]}
 
 
+SESSIONS = 16
+STEPS = 64
+ROUNDS = 7
+PATCH = r"""start: "*** Begin Patch\n*** Add File: " NAME "\n" added{40,} "*** End Patch"
+NAME: /[a-z_]{1,20}\.py/
+added: "+" /[^\n]*/ "\n"
+"""
+"""No answer of any case comes to its end within the steps that are timed."""
+
+
 def thread_us() -> float:
     return time.thread_time() * 1e6
 
@@ -68,6 +87,85 @@ def follow(compiler: Compiler, tokenizer: Tokenizer, grammar: Grammar, text: str
         masks.append(middle - start)
         advances.append(thread_us() - middle)
     return masks, advances
+
+
+# ---- sixteen sessions
+
+
+def constraints(compiler: Compiler) -> dict[str, ConstraintLike | None]:
+    people = {"type": "array", "items": PERSON, "minItems": 100}
+    anything = {"type": "object", "additionalProperties": {}, "minProperties": 100}
+    parameters = {"properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+    calls = CallGrammar(SYNTAXES["chatml"], [Function("write", parameters, strict=True)], compiler.special_ids)
+    form = compiler.compile(Grammar("lark", calls.forced(single=True)))
+    patch = compiler.compile(Grammar("lark", PATCH))
+    return {
+        "free": None,
+        "JSON schema": compiler.compile(Grammar("json_schema", json.dumps(people))),
+        "JSON without a schema": compiler.compile(Grammar("json_schema", json.dumps(anything))),
+        "custom tool by a Lark grammar": CallConstraint(form, {"write": patch}, SYNTAXES["chatml"], compiler.texts()),
+    }
+
+
+def sampled(engine: Engine, constraint: ConstraintLike | None, seed: int) -> tuple[float, float]:
+    """(tokens per second, CPU microseconds per token beside the step) of all sessions at once."""
+    scheduler = Scheduler(engine, SchedulerConfig(slots=SESSIONS), lambda batch: None)
+    prompt = engine.tokenizer.encode("Write a long list of people and what they do.\n")
+    jobs = [
+        scheduler.submit(
+            GenerationRequest(
+                f"r{i}",
+                "chat",
+                "m",
+                prompt,
+                b"",
+                SamplingParams(temperature=1.0, seed=seed + i),
+                STEPS + 40,
+                tools=isinstance(constraint, CallConstraint),
+                constraint=constraint,
+            )
+        )
+        for i in range(SESSIONS)
+    ]
+    while any(slot.generation is None or slot.generation.prefilling for slot in scheduler.slots):
+        plan = scheduler.plan()
+        scheduler.commit(plan, engine.step(plan.rows))
+    tokens, beside = 0, 0.0
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        start = time.thread_time()
+        plan = scheduler.plan()
+        planned = time.thread_time()
+        results = engine.step(plan.rows)
+        stepped = time.thread_time()
+        scheduler.commit(plan, results)
+        beside += planned - start + time.thread_time() - stepped
+        tokens += len(plan.rows)
+    took = time.perf_counter() - begin
+    for job in jobs:
+        scheduler.cancel(job)
+    scheduler.plan()
+    return tokens / took, beside / tokens * 1e6
+
+
+def decode() -> None:
+    config = EngineConfig(ctx=512, slots=SESSIONS, threads=2)
+    engine = Engine.open(config)
+    try:
+        cases = constraints(Compiler(engine.tokenizer, engine.info.vocab_size))
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+        for number in range(ROUNDS + 1):
+            for name, constraint in cases.items():
+                result = sampled(engine, constraint, 1000 * number)
+                if number:
+                    found[name].append(result)
+    finally:
+        engine.close()
+    print(f"\n{f'{SESSIONS} sessions, sampled':32}{'tokens/s':>10}{'of free':>9}{'CPU beside the step, us/token':>31}")
+    for name, results in found.items():
+        rate = statistics.median(r for r, _ in results)
+        share = statistics.median(r / free for (r, _), (free, _) in zip(results, found["free"], strict=True))
+        print(f"{name:32}{rate:10.0f}{share:9.2f}{statistics.median(us for _, us in results):31.1f}")
 
 
 def main() -> None:
@@ -114,6 +212,7 @@ def main() -> None:
             times.append(thread_us() - start)
         print(f"\n{name} draw: {statistics.median(times):.0f} us", end="")
     print()
+    decode()
 
 
 if __name__ == "__main__":

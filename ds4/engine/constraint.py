@@ -164,6 +164,9 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
+        self.n_words = (vocab_size + 31) // 32
+        """Words of a mask."""
+        self.eos_ids = tuple(tokenizer.eos_ids)
         specials = set(tokenizer.special_ids.values())
         self._by_text: dict[bytes, list[int]] = {}
         for token in range(vocab_size):

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ds4.engine.constraint import Constraint, ConstraintLike, Matcher, TokenTexts
+from ds4.engine.constraint import Constraint, Matcher, TokenTexts
 from ds4.errors import EngineError
 from ds4.prompt.call_grammar import CallSyntax
 
@@ -35,7 +35,7 @@ class CallConstraint:
     """Calls by an outer grammar whose raw inputs follow grammars of their own. Immutable."""
 
     def __init__(
-        self, outer: ConstraintLike, inputs: Mapping[str, Constraint], syntax: CallSyntax, texts: TokenTexts
+        self, outer: Constraint, inputs: Mapping[str, Constraint], syntax: CallSyntax, texts: TokenTexts
     ) -> None:
         """`inputs`: function name -> grammar of its parameter `input`. `outer` allows calls in `syntax` only."""
         self.outer = outer
@@ -94,14 +94,18 @@ class CallMatcher:
         return self._outer.finished
 
     def mask(self) -> Words:
-        """As `Matcher.mask`."""
-        mask = self._outer.mask()
-        if self._ends is not None:
-            mask &= self._input_mask(len(mask))
-            if not mask.any():
-                raise EngineError("the constraint allows no token in the input of the call")
-        else:
+        """As `Matcher.mask`.
+
+        In a raw input the outer grammar allows all text up to the end tag, so only what follows the tag is asked of it:
+        a mask of "any text" looks at every token of the vocabulary.
+        """
+        if self._ends is None:
+            mask = self._outer.mask()
             self._keep_border(mask)
+            return mask
+        mask = self._input_mask()
+        if not mask.any():
+            raise EngineError("the constraint allows no token in the input of the call")
         return mask
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -169,10 +173,10 @@ class CallMatcher:
         self._name = ""
         self._read(rest)
 
-    def _input_mask(self, n_words: int) -> Words:
+    def _input_mask(self) -> Words:
         """Tokens by which the input goes on, and those that write more of the end tag."""
         known, ends = self._constraint, self._ends or ()
-        words = np.zeros(n_words, np.uint32)
+        words = np.zeros(known.texts.n_words, np.uint32)
         self._allowed = None
         if self._inner is not None and not self._inner.finished:
             try:
@@ -180,17 +184,26 @@ class CallMatcher:
             except EngineError:
                 self._inner = None
             else:
-                _clear(self._allowed, self._closed_by())
+                _clear(self._allowed, (*self._closed_by(), *known.texts.eos_ids))
                 words |= self._allowed
         for matched in ends:
             if matched == len(known.end) and known.end_token is not None:
                 words[known.end_token // 32] |= np.uint32(1 << (known.end_token % 32))
             else:
                 left = known.end[matched:]
-                further = () if known.end_token is not None else known.texts.longer_than(left)
+                further = () if known.end_token is not None else filter(self._goes_on, known.texts.longer_than(left))
                 for token in (*known.texts.beginnings_of(left), *further):
                     words[token // 32] |= np.uint32(1 << (token % 32))
         return words
+
+    def _goes_on(self, token: int) -> bool:
+        """The outer grammar allows what a token has behind the end tag."""
+        outer = self._outer.copy()
+        try:
+            outer.advance((token,))
+        except EngineError:
+            return False
+        return True
 
     def _closed_by(self) -> list[int]:
         """Tokens with which the input would hold its own end tag."""

@@ -28,8 +28,10 @@ def hf(tmp_path: Path, tiny: TinyLlama) -> Path:
     return tiny.write_hf(tmp_path / "Tiny-Llama")
 
 
-def write_gguf(path: Path, keys: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]]) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(
+    path: Path, keys: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]], family: str = "llama"
+) -> Path:
+    writer = gguf.GGUFWriter(path, family)
     for key, value in keys.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)
@@ -225,6 +227,33 @@ def test_other_families_can_be_looked_at(tmp_path: Path) -> None:
     assert read_model_file(tmp_path / "x.gguf").family == "clip"
     with pytest.raises(ModelFileError, match=r"clip.block_count: the key is missing"):
         open_model_file(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "ends"),
+    [
+        ("llama", {"<own>", "<|im_end|>", "<|endoftext|>"}),
+        ("deepseek4", {"<own>", "<|im_end|>", "<|endoftext|>"}),
+        (
+            "glm-dsa",
+            {"<own>", "<|im_end|>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"},
+        ),
+        ("qwen4exp", {"<own>", "<|im_end|>", "<|endoftext|>"}),
+    ],
+)
+def test_what_ends_a_turn(tmp_path: Path, family: str, ends: set[str]) -> None:
+    """The file's own end of text, known ends of turns, and GLM's roles: the next one begins where a turn ends."""
+    specials = ["<own>", "<|im_end|>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+    tokens = ["a", *specials, "<think>", "<|user|>x"]
+    keys = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1, *(3 for _ in specials), 3, 1],
+        "tokenizer.ggml.merges": ["a a"],
+        "tokenizer.ggml.eos_token_id": tokens.index("<own>"),
+    }
+    file = write_gguf(tmp_path / "x.gguf", keys, {"token_embd.weight": np.ones((len(tokens), 32), "f4")}, family)
+    assert {tokens[i] for i in read_model_file(file).stop_ids} == ends
 
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:

@@ -15,7 +15,15 @@ from pydantic import TypeAdapter
 from ds4.engine.types import SamplingParams
 from ds4.errors import EngineError
 from ds4.testing import Script, ScriptedEngine
-from tests.support.api import NamedEvent, anthropic_sdk, check_stream, named_events, openai_error, parse_events
+from tests.support.api import (
+    NamedEvent,
+    anthropic_sdk,
+    check_stream,
+    named_events,
+    openai_error,
+    parse_events,
+    read_until,
+)
 from tests.support.renderers import thinking_server
 from tests.support.running_server import RunningServer, Serve
 
@@ -560,13 +568,6 @@ def test_a_call_cut_by_the_limit_is_not_remembered(serve: Serve) -> None:
     found = events(post(server, tools=[TOOL], max_tokens=20, stream=True))
     assert found[-2].data["delta"]["stop_reason"] == "max_tokens"
     assert len(server.app._service.live) == 0
-
-
-def read_until(pieces: Any, wanted: bytes) -> bytes:
-    got = b""
-    while wanted not in got:
-        got += next(pieces)
-    return got
 
 
 def test_message_start_and_pings_come_before_the_prompt_is_evaluated(serve: Serve) -> None:

@@ -14,7 +14,15 @@ from pydantic import TypeAdapter
 
 from ds4.engine.types import SamplingParams
 from ds4.testing import Script, ScriptedEngine
-from tests.support.api import NamedEvent, check_stream, named_events, openai_error, openai_sdk, parse_events
+from tests.support.api import (
+    NamedEvent,
+    check_stream,
+    named_events,
+    openai_error,
+    openai_sdk,
+    parse_events,
+    read_until,
+)
 from tests.support.renderers import thinking_server
 from tests.support.running_server import RunningServer, Serve
 
@@ -371,6 +379,10 @@ def test_namespace_tools_come_back_with_their_namespace(serve: Serve, said: str)
         '{"name": "agentsspawn", "description": "starts one", "parameters": {"type": "object"}}'
         in (server.engine.prompts[0])
     )
+    (done,) = [
+        e.data for e in events(post(server, tools=[NAMESPACE], stream=True)) if e.name.endswith("arguments.done")
+    ]
+    assert (done["name"], done["namespace"], done["arguments"]) == ("spawn", "agents", "{}")
 
 
 def test_custom_tools_in_an_additional_tools_item(serve: Serve) -> None:
@@ -659,6 +671,19 @@ def test_outputs_alone_continue_the_live_turn(serve: Serve, stream: bool) -> Non
     assert found["message"] == (
         f"Responses continuation state is not available for call_id {ids[0]}; retry by replaying the full input history"
     )
+
+
+def test_a_disconnect_binds_nothing(serve: Serve) -> None:
+    """A client that saw a call and left finds no turn of it; the state is as good as any."""
+    server = serve(ScriptedEngine(Script.text(CALL + " " * 400, 1).slow(0.002)), slots=1)
+    body = {"input": "x", "tools": [TOOL], "stream": True}
+    with server.http.stream("POST", "/v1/responses", json=body) as response:
+        got = read_until(response.iter_raw(), b'"call_id":"call_')
+    call_id = re.findall(rb'"call_id":"(call_[0-9a-f]{32})', got)[0].decode()
+    found = openai_error(post(server, [{"type": "function_call_output", "call_id": call_id, "output": "R"}]))
+    assert call_id in found["message"]
+    assert len(server.app._service.live) == 0
+    assert whole(post(server, "x", tools=[TOOL], max_output_tokens=3))["usage"]["input_tokens_details"]["cached_tokens"]
 
 
 def test_input_tokens(serve: Serve) -> None:

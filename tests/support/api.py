@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,14 @@ def named_events(response: httpx.Response) -> list[NamedEvent]:
     """The events of a stream in which each event has an `event:` line and repeats its name as `type`."""
     check_stream(response)
     return parse_events(response.text)
+
+
+def read_until(pieces: Iterator[bytes], wanted: bytes) -> bytes:
+    """What came up to and including the piece with `wanted` in it."""
+    got = b""
+    while wanted not in got:
+        got += next(pieces)
+    return got
 
 
 def parse_events(text: str) -> list[NamedEvent]:

@@ -232,7 +232,8 @@ class ResponsesAnswer:
         place: dict[str, object] = {"item_id": item.id, "output_index": item.index}
         data = b""
         if item.form.kind == "function":
-            members = {"name": item.form.name, "arguments": item.text}
+            named = {} if item.form.namespace is None else {"namespace": item.form.namespace}
+            members = {"name": item.form.name, **named, "arguments": item.text}
             data = self._event("response.function_call_arguments.done", **place, **members)
         elif item.form.kind == "custom":
             text = custom_input(item.text)

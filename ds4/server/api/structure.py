@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ds4._json import Node, Spans, parse
 from ds4.bounded import remembered
-from ds4.engine.constraint import Compiler, ConstraintLike, Grammar, GrammarError, keyword_path
+from ds4.engine.constraint import Compiler, Constraint, ConstraintLike, Grammar, GrammarError, keyword_path
 from ds4.errors import RequestError
 from ds4.prompt.call_grammar import SYNTAXES, CallGrammar, Function, SchemaError
 from ds4.prompt.call_inputs import CallConstraint
@@ -225,7 +225,7 @@ def _constrain(compiler: Compiler, syntax: str, structure: Structure) -> Constra
         raise RequestError(f"the constraint cannot be built: {error}", param=_at_fault(structure, error)) from None
 
 
-def _with_raw_inputs(compiler: Compiler, syntax: str, structure: Structure, outer: ConstraintLike) -> ConstraintLike:
+def _with_raw_inputs(compiler: Compiler, syntax: str, structure: Structure, outer: Constraint) -> ConstraintLike:
     inputs = {}
     for declared in structure.functions:
         name = declared.function.name
