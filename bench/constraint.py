@@ -63,7 +63,7 @@ FIND = {"properties": {"query": {"type": "string"}, "limit": {"type": "integer"}
 
 SESSIONS = 16
 STEPS = 64
-ROUNDS = 7
+ROUNDS = 5
 PATCH = r"""start: "*** Begin Patch\n*** Add File: " NAME "\n" added{40,} "*** End Patch"
 NAME: /[a-z_]{1,20}\.py/
 added: "+" /[^\n]*/ "\n"

@@ -32,7 +32,7 @@ class HelpWanted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. `names[0]` is the long name and gives the environment variable.
+    """One flag. Each of its long names gives an environment variable.
 
     `metavar` is empty for a switch, which stores `stores` into `field`. `shown` replaces the default in the help.
     """
@@ -49,8 +49,8 @@ class Flag:
     shown: str = ""
 
     @property
-    def variable(self) -> str:
-        return "DS4_" + self.names[0].lstrip("-").upper().replace("-", "_")
+    def variables(self) -> tuple[str, ...]:
+        return tuple("DS4_" + n[2:].upper().replace("-", "_") for n in self.names if n.startswith("--"))
 
 
 # ---- value parsers ----------------------------------------------------------------------------------------------
@@ -300,9 +300,9 @@ def parse_flags(flags: Sequence[Flag], argv: Sequence[str], environ: Mapping[str
     # A switch and a valued flag may share a field (--cpu, --backend): the command line beats both variables.
     on_command_line = set(values)
     for flag in flags:
-        text = environ.get(flag.variable, "")
-        if text and flag.field not in on_command_line:
-            found = _from_environment(flag, text)
+        variable = next((name for name in flag.variables if environ.get(name)), None)
+        if variable is not None and flag.field not in on_command_line:
+            found = _from_environment(flag, variable, environ[variable])
             if found is not None:
                 values[flag.field] = found
     for flag in flags:
@@ -318,17 +318,17 @@ def _parsed(flag: Flag, source: str, text: str) -> Value:
         raise ConfigError(f"{source}: {error}") from None
 
 
-def _from_environment(flag: Flag, text: str) -> Value:
+def _from_environment(flag: Flag, variable: str, text: str) -> Value:
     if flag.metavar:
         if not flag.repeat:
-            return _parsed(flag, flag.variable, text)
-        return tuple(str(_parsed(flag, flag.variable, item.strip())) for item in text.split(",") if item.strip())
+            return _parsed(flag, variable, text)
+        return tuple(str(_parsed(flag, variable, item.strip())) for item in text.split(",") if item.strip())
     lowered = text.lower()
     if lowered in ("1", "true", "yes", "on"):
         return flag.stores
     if lowered in ("0", "false", "no", "off"):
         return None
-    raise ConfigError(f"{flag.variable}: expected 1/0, true/false, yes/no or on/off, got {text!r}")
+    raise ConfigError(f"{variable}: expected 1/0, true/false, yes/no or on/off, got {text!r}")
 
 
 def _unknown(word: str, name: str, by_name: Mapping[str, Flag]) -> str:

@@ -116,6 +116,18 @@ def test_environment_gives_defaults_and_flags_win() -> None:
     assert config.engine.ctx == 0
 
 
+def test_every_long_name_is_a_variable() -> None:
+    for name in ("DS4_KV_DISK_SPACE_MB", "DS4_KV_CACHE_BUDGET_MB"):
+        kv = read_config(["--kv-disk-dir", "d"], {name: "5"}).kv
+        assert kv is not None and kv.budget_bytes == 5 << 20
+    assert read_config([], {"DS4_DEFAULT_TEMPERATURE": "0.25"}).sampling.temperature == 0.25
+    assert not read_config([], {"DS4_DISABLE_EXACT_DSML_TOOL_REPLAY": "yes"}).exact_tool_replay
+    with pytest.raises(ConfigError, match=r"^DS4_KV_DISK_SPACE_MB: expected an integer, got 'x'"):
+        read_config([], {"DS4_KV_DISK_SPACE_MB": "x"})
+    variables = [variable for flag in SERVER_FLAGS for variable in flag.variables]
+    assert len(set(variables)) == len(variables)
+
+
 def test_a_flag_beats_the_variable_of_another_flag_for_the_same_field() -> None:
     assert read_config(["--cpu"], {"DS4_BACKEND": "reference"}).engine.backend == "cpu"
     assert read_config([], {"DS4_BACKEND": "reference"}).engine.backend == "reference"
