@@ -84,6 +84,7 @@ void check_ops(Ops& ops, Results& results, uint64_t seed, const Traits& traits =
 void check_latent(Ops& ops, Results& results, uint64_t seed, const Traits& traits = {});
 void check_models(Ops& ops, Results& results, uint64_t seed);
 void check_drafts(Ops& ops, Results& results, uint64_t seed);
+void check_few(Ops& ops, Results& results, uint64_t seed);
 // Prints what draws cost as well.
 void check_draws(Ops& ops, Results& results, uint64_t seed);
 // Timings of single operations, then of a whole model of 43 layers with random weights; rows go to `csv`.
