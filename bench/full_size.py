@@ -1,7 +1,7 @@
 """A model on a GPU (or any backend) through its file: upload, decode, prefill, drafts, HTTP, from one open engine.
 
     ds4 synth /dev/shm/flash.gguf --family deepseek4 --size flash --mtp --distinct-layers 3
-    python -m bench.full_size /dev/shm/flash.gguf --cuda open decode prefill drafts http
+    python -m bench.full_size /dev/shm/flash.gguf --cuda --parts decode prefill drafts http
 
 Weights of a random model say nothing, but cost what trained ones do; layers that share bytes of the file have copies of
 their own on the device. HTTP is `ds4-server`'s own application in this process with `bench.serve` in another, against
@@ -238,7 +238,9 @@ def http(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     p = argparse.ArgumentParser(prog="bench.full_size", description=(__doc__ or "").splitlines()[0])
     p.add_argument("model", type=Path)
-    p.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all but drafts")
+    p.add_argument(
+        "--parts", nargs="+", default=[], metavar="PART", help=f"{', '.join(PARTS)}; default: all but drafts"
+    )
     p.add_argument("--cuda", action="store_true", help="on the GPU; default: the CPU")
     p.add_argument("--ctx", type=int, default=8192)
     p.add_argument("--slots", type=int, default=16)

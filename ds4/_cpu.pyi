@@ -221,7 +221,7 @@ def draw_planned(sampler: Sampler, logits: npt.NDArray[np.float32], capacity: in
     """What a backend draws from logits [vocab] by the sampler's plan, as `Sampler.sample` would; -1: nothing.
 
     None, and nothing has happened, when the sampler draws by itself: for log-probabilities and penalties. `capacity`
-    is the room for candidates, of no effect on the result. Raises ValueError.
+    is the room in the first of two lists of candidates, of no effect on the result. Raises ValueError.
     """
 
 def sampler_sums(logits: npt.NDArray[np.float32], temperature: float) -> list[tuple[str, float]]:

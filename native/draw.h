@@ -123,6 +123,8 @@ struct OneThread {
   DS4_EITHER float max(float v) const { return v; }
   DS4_EITHER int32_t min(int32_t v) const { return v; }
   DS4_EITHER int32_t next(int32_t* counter) const { return (*counter)++; }
+  DS4_EITHER int64_t most() const { return INT64_MAX; }
+  DS4_EITHER bool takes_part() const { return true; }
 };
 
 // What one row's draw reads and keeps. `maxima` and `sums` are of blocks of kBlock logits.
@@ -130,9 +132,12 @@ struct Row {
   const float* logits;
   const float* maxima;
   const uint64_t* sums;  // weights, where needs_sums
-  Candidate* list;       // room for `capacity` of them; more are read from the logits again and again
+  Candidate* list;       // room for `capacity` candidates, near
+  Candidate* overflow;   // room for the rest of the vocabulary, where truncates
   int32_t capacity;
   int32_t* count;
+
+  DS4_EITHER Candidate& candidate(int64_t i) const { return i < capacity ? list[i] : overflow[i - capacity]; }
 };
 
 DS4_EITHER int64_t blocks_of(int64_t vocab) {
@@ -141,6 +146,10 @@ DS4_EITHER int64_t blocks_of(int64_t vocab) {
 
 DS4_EITHER bool truncates_top_k(const DrawSettings& s) {
   return s.top_k > 0 && s.top_k < s.vocab;
+}
+// Whether fewer than all tokens may be drawn.
+DS4_EITHER bool truncates(const DrawSettings& s) {
+  return !s.greedy && (truncates_top_k(s) || s.top_p < 1 || s.log_min_p > minus_infinity());
 }
 // Whether the weight of the whole vocabulary counts.
 DS4_EITHER bool needs_sums(const DrawSettings& s) {
@@ -168,60 +177,31 @@ DS4_EITHER int32_t first_of(const Group& g, const float* logits, const float* ma
   return g.min(id);
 }
 
-// The tokens of a row with (logit - origin) * scale >= threshold, kept in a list where they fit.
+// Lists the tokens of a row with (logit - origin) * scale >= threshold, in any order; returns how many there are.
 template <class Group>
-class Candidates {
- public:
-  DS4_EITHER Candidates(const Group& g, const DrawSettings& s, const Row& row, float best)
-      : g_(g), s_(s), row_(row), best_(best) {}
-
-  DS4_EITHER void collect(float origin, float scale, float threshold) {
-    origin_ = origin, scale_ = scale, threshold_ = threshold;
-    g_.sync();
-    if (g_.rank() == 0) *row_.count = 0;
-    g_.sync();
-    walk([&](float logit, int64_t id) {
-      const int32_t slot = g_.next(row_.count);
-      if (slot < row_.capacity) row_.list[slot] = {logit, static_cast<int32_t>(id), weight(logit, best_, s_.scale)};
-    });
-    g_.sync();
-    count_ = *row_.count;
+DS4_EITHER int64_t collect(const Group& g, const DrawSettings& s, const Row& row, float best, float origin, float scale,
+                           float threshold) {
+  g.sync();
+  if (g.rank() == 0) *row.count = 0;
+  g.sync();
+  for (int64_t i = g.rank(); i < s.vocab; i += g.size()) {
+    const float top = row.maxima[i / kBlock];
+    if (top == minus_infinity() || !((top - origin) * scale >= threshold)) continue;
+    const float x = row.logits[i];
+    if (x > minus_infinity() && (x - origin) * scale >= threshold)
+      row.candidate(g.next(row.count)) = {x, static_cast<int32_t>(i), weight(x, best, s.scale)};
   }
+  g.sync();
+  return *row.count;
+}
 
-  DS4_EITHER int64_t count() const { return count_; }
-
-  // Sum of f(candidate) over all threads.
-  template <class F>
-  DS4_EITHER uint64_t sum(const F& f) const {
-    uint64_t all = 0;
-    if (count_ <= row_.capacity) {
-      for (int64_t i = g_.rank(); i < count_; i += g_.size()) all += f(row_.list[i]);
-    } else {
-      walk([&](float logit, int64_t id) {
-        all += f(Candidate{logit, static_cast<int32_t>(id), weight(logit, best_, s_.scale)});
-      });
-    }
-    return g_.sum(all);
-  }
-
- private:
-  // This thread's share.
-  template <class F>
-  DS4_EITHER void walk(const F& f) const {
-    for (int64_t i = g_.rank(); i < s_.vocab; i += g_.size()) {
-      const float top = row_.maxima[i / kBlock];
-      if (top == minus_infinity() || !((top - origin_) * scale_ >= threshold_)) continue;
-      const float x = row_.logits[i];
-      if (x > minus_infinity() && (x - origin_) * scale_ >= threshold_) f(x, i);
-    }
-  }
-
-  const Group& g_;
-  const DrawSettings& s_;
-  const Row& row_;
-  float best_, origin_ = 0, scale_ = 1, threshold_ = 0;
-  int64_t count_ = 0;
-};
+// Sum of f over the listed candidates.
+template <class Group, class F>
+DS4_EITHER uint64_t sum_of(const Group& g, const Row& row, int64_t count, const F& f) {
+  uint64_t all = 0;
+  for (int64_t i = g.rank(); i < count; i += g.size()) all += f(row.candidate(i));
+  return g.sum(all);
+}
 
 // The largest number of `bits` bits that is 0 or fulfils `holds`, which holds up to some number and not beyond.
 template <class Holds>
@@ -273,9 +253,46 @@ DS4_EITHER int32_t draw_from_all(const Group& g, const DrawSettings& s, const Ro
                               })));
 }
 
-// The token of one row, -1 when nothing may be chosen; the same in every thread of the group.
+// The draw from `count` listed candidates, which top-k and then `mass` (< 0: none) and min-p still cut.
 template <class Group>
-DS4_EITHER int32_t draw(const Group& g, const DrawSettings& s, const Row& row) {
+DS4_EITHER int32_t draw_from_list(const Group& g, const DrawSettings& s, const Row& row, float best, int64_t count,
+                                  double mass) {
+  const auto weigh = [&](uint64_t border) {
+    return sum_of(g, row, count, [&](const Candidate& c) { return order_of(c.logit, c.id) >= border ? c.weight : 0; });
+  };
+  uint64_t border = 0;
+  if (truncates_top_k(s)) {
+    if (count > s.top_k)
+      border = last_that(kOrderBits, [&](uint64_t at) {
+        const uint64_t n =
+            sum_of(g, row, count, [&](const Candidate& c) { return uint64_t{order_of(c.logit, c.id) >= at}; });
+        return n >= static_cast<uint64_t>(s.top_k);
+      });
+    if (s.top_p < 1) mass = s.top_p * mass_of(weigh(border));
+  }
+  if (mass >= 0) {
+    // The shortest prefix of the order that weighs at least `mass`.
+    const uint64_t cut = last_that(kOrderBits, [&](uint64_t at) {
+      const uint64_t n = weigh(at > border ? at : border);
+      return n > 0 && mass_of(n) >= mass;
+    });
+    border = cut > border ? cut : border;
+  }
+  const auto weigh_below = [&](uint64_t id) {
+    return sum_of(g, row, count, [&](const Candidate& c) {
+      const bool left = static_cast<uint64_t>(c.id) < id && order_of(c.logit, c.id) >= border &&
+                        (c.logit - best) * s.scale >= s.log_min_p;
+      return left ? c.weight : 0;
+    });
+  };
+  const double target = s.uniform * mass_of(weigh_below(uint64_t{1} << kIdBits));
+  return static_cast<int32_t>(last_that(kIdBits, [&](uint64_t id) { return mass_of(weigh_below(id)) <= target; }));
+}
+
+// The token of one row, -1 when nothing may be chosen. All threads of `g` take part; `few` are some of them, the first
+// among them, that go on alone with up to `few.most()` candidates. Threads that do not go on get -1.
+template <class Group, class Few>
+DS4_EITHER int32_t draw(const Group& g, const Few& few, const DrawSettings& s, const Row& row) {
   const int64_t blocks = blocks_of(s.vocab);
   const float best = best_of_maxima(g, row.maxima, blocks);
   if (best == minus_infinity()) return -1;
@@ -288,51 +305,28 @@ DS4_EITHER int32_t draw(const Group& g, const DrawSettings& s, const Row& row) {
     if (s.top_p >= 1) return draw_from_all(g, s, row, best, total);
   }
 
-  Candidates<Group> found(g, s, row, best);
-  const auto weigh = [&](uint64_t border) {
-    return found.sum([&](const Candidate& c) { return order_of(c.logit, c.id) >= border ? c.weight : 0; });
-  };
-  // The shortest prefix of the order, not before `border`, that weighs at least `mass`.
-  const auto cut_to_mass = [&](uint64_t border, double mass) {
-    const uint64_t cut = last_that(kOrderBits, [&](uint64_t at) {
-      const uint64_t n = weigh(at > border ? at : border);
-      return n > 0 && mass_of(n) >= mass;
-    });
-    return cut > border ? cut : border;
-  };
-  uint64_t border = 0;
+  int64_t count = 0;
+  double mass = -1;
+  const auto listed = [&] { return mass_of(sum_of(g, row, count, [](const Candidate& c) { return c.weight; })); };
   if (truncates_top_k(s)) {
-    found.collect(0.0f, 1.0f, bound_of_top(g, row.maxima, blocks, s.top_k));
-    if (found.count() > s.top_k)
-      border = last_that(kOrderBits, [&](uint64_t at) {
-        const auto n = found.sum([&](const Candidate& c) { return uint64_t{order_of(c.logit, c.id) >= at}; });
-        return n >= static_cast<uint64_t>(s.top_k);
-      });
-    if (s.top_p < 1) border = cut_to_mass(border, s.top_p * mass_of(weigh(border)));
+    count = collect(g, s, row, best, 0.0f, 1.0f, bound_of_top(g, row.maxima, blocks, s.top_k));
   } else if (s.top_p < 1) {
-    const double mass = s.top_p * mass_of(total);
+    mass = s.top_p * mass_of(total);
     if (s.log_min_p > minus_infinity()) {
-      found.collect(best, s.scale, s.log_min_p);
-      if (mass_of(weigh(0)) >= mass) border = cut_to_mass(0, mass);
+      count = collect(g, s, row, best, best, s.scale, s.log_min_p);
+      if (!(listed() >= mass)) mass = -1;  // min-p leaves less
     } else {
       // Mostly few tokens hold nearly all of the mass.
-      found.collect(best, s.scale, -8.0f);
-      if (!(mass_of(weigh(0)) >= mass)) found.collect(best, s.scale, minus_infinity());
-      border = cut_to_mass(0, mass);
+      for (const float threshold : {-4.0f, -8.0f, minus_infinity()}) {
+        count = collect(g, s, row, best, best, s.scale, threshold);
+        if (listed() >= mass) break;
+      }
     }
   } else {
-    found.collect(best, s.scale, s.log_min_p);
+    count = collect(g, s, row, best, best, s.scale, s.log_min_p);
   }
-
-  const auto weigh_below = [&](uint64_t id) {
-    return found.sum([&](const Candidate& c) {
-      const bool left = static_cast<uint64_t>(c.id) < id && order_of(c.logit, c.id) >= border &&
-                        (c.logit - best) * s.scale >= s.log_min_p;
-      return left ? c.weight : 0;
-    });
-  };
-  const double target = s.uniform * mass_of(weigh_below(uint64_t{1} << kIdBits));
-  return static_cast<int32_t>(last_that(kIdBits, [&](uint64_t id) { return mass_of(weigh_below(id)) <= target; }));
+  if (count > few.most()) return draw_from_list(g, s, row, best, count, mass);
+  return few.takes_part() ? draw_from_list(few, s, row, best, count, mass) : -1;
 }
 
 }  // namespace drawing

@@ -11,8 +11,9 @@ namespace {
 using namespace drawing;
 
 constexpr int kThreads = 512;
-constexpr int kListed = 2048;  // candidates in shared memory
-constexpr int kWarps = 8;      // of the passes over the vocabulary, a block of logits each
+constexpr int kListed = 2048;   // candidates in shared memory
+constexpr size_t kAtOnce = 16;  // rows of a launch: each has room for its vocabulary's candidates
+constexpr int kWarps = 8;       // of the passes over the vocabulary, a block of logits each
 
 // One row's draw as kernels see it. Offsets count from the start of the uploaded bytes.
 struct Job {
@@ -56,6 +57,20 @@ struct Block {
     return all(v, INT32_MAX, [](int32_t a, int32_t b) { return a < b ? a : b; });
   }
   __device__ int32_t next(int32_t* counter) const { return atomicAdd(counter, 1); }
+};
+
+// The first warp alone: no barriers.
+struct FirstWarp {
+  __device__ int64_t rank() const { return threadIdx.x; }
+  __device__ int64_t size() const { return 32; }
+  __device__ uint64_t sum(uint64_t v) const {
+    auto n = static_cast<unsigned long long>(v);
+#pragma unroll
+    for (int m = 16; m > 0; m /= 2) n += __shfl_xor_sync(0xFFFFFFFFu, n, m);
+    return n;
+  }
+  __device__ int64_t most() const { return 512; }
+  __device__ bool takes_part() const { return threadIdx.x < 32; }
 };
 
 // Bias, then forbidden ids, then the mask, as the sampler applies them. A block of threads a row.
@@ -112,15 +127,20 @@ __global__ void sums_kernel(float* logits, int64_t stride, const Job* jobs, cons
 }
 
 __global__ void draw_kernel(float* logits, int64_t stride, const Job* jobs, const float* maxima, const uint64_t* sums,
-                            int64_t most_blocks, int32_t* tokens) {
+                            int64_t most_blocks, Candidate* overflow, int32_t* tokens) {
   begin_kernel();
   __shared__ uint64_t shared[32];
   __shared__ Candidate list[kListed];
   __shared__ int32_t count;
   const Job& job = jobs[blockIdx.x];
-  const int32_t token = drawing::draw(Block{shared}, job.settings,
-                                      Row{row_of(job, logits, stride), maxima + blockIdx.x * most_blocks,
-                                          sums + blockIdx.x * most_blocks, list, kListed, &count});
+  const Row row{row_of(job, logits, stride),
+                maxima + blockIdx.x * most_blocks,
+                sums + blockIdx.x * most_blocks,
+                list,
+                overflow + blockIdx.x * most_blocks * kBlock,
+                kListed,
+                &count};
+  const int32_t token = drawing::draw(Block{shared}, FirstWarp{}, job.settings, row);
   if (threadIdx.x == 0) tokens[blockIdx.x] = token;
 }
 
@@ -159,7 +179,7 @@ dim3 passes(int64_t blocks, size_t rows) {
 
 }  // namespace
 
-void Drawer::room(size_t bytes, size_t rows, int64_t blocks) {
+void Drawer::room(size_t bytes, size_t rows, int64_t blocks, bool listed) {
   const auto grow = [&](DeviceBuffer& b, size_t n) {
     if (b.bytes() < n) b = DeviceBuffer(device_, n + n / 4, DeviceBuffer::Pooled);
   };
@@ -167,6 +187,7 @@ void Drawer::room(size_t bytes, size_t rows, int64_t blocks) {
     if (b.bytes() < n) b = PinnedBuffer(n + n / 4);
   };
   const size_t tops = rows * static_cast<size_t>(blocks);
+  if (listed) grow(overflow_, tops * kBlock * sizeof(Candidate));
   grow(inputs_, bytes);
   grow(maxima_, tops * sizeof(float));
   grow(sums_, tops * sizeof(uint64_t));
@@ -177,12 +198,18 @@ void Drawer::room(size_t bytes, size_t rows, int64_t blocks) {
 
 void Drawer::draw(const Tensor& logits, std::span<const RowDraw> draws, std::span<int32_t> tokens) {
   require(draws.size() == tokens.size(), "draw shapes");
-  if (draws.empty()) return;
   device_.enter();
+  for (size_t first = 0; first < draws.size(); first += kAtOnce) {
+    const size_t n = std::min(kAtOnce, draws.size() - first);
+    draw_some(logits, draws.subspan(first, n), tokens.subspan(first, n));
+  }
+}
+
+void Drawer::draw_some(const Tensor& logits, std::span<const RowDraw> draws, std::span<int32_t> tokens) {
   std::vector<Job> jobs;
   size_t bytes = aligned(draws.size() * sizeof(Job));
   int64_t blocks = 0;
-  bool edits = false, sums = false;
+  bool edits = false, sums = false, listed = false;
   const auto place = [&](size_t n) { return static_cast<int64_t>(std::exchange(bytes, bytes + aligned(n))); };
   for (const auto& [row, plan] : draws) {
     const DrawSettings& s = plan.settings;
@@ -200,10 +227,11 @@ void Drawer::draw(const Tensor& logits, std::span<const RowDraw> draws, std::spa
     }
     edits = edits || job.biases > 0 || job.forbids > 0 || plan.mask;
     sums = sums || needs_sums(s);
+    listed = listed || truncates(s);
     blocks = std::max(blocks, blocks_of(s.vocab));
     jobs.push_back(job);
   }
-  room(bytes, draws.size(), blocks);
+  room(bytes, draws.size(), blocks, listed);
   const auto put = [&](int64_t at, const auto& values) {
     if (!values.empty()) std::memcpy(host_.data() + at, values.data(), values.size_bytes());
   };
@@ -226,7 +254,7 @@ void Drawer::draw(const Tensor& logits, std::span<const RowDraw> draws, std::spa
     launch_kernel(stream, passes(blocks, rows), kWarps * 32, 0, sums_kernel, logits.data, logits.stride, todo,
                   maxima_.as<const float>(), blocks, sums_.as<uint64_t>());
   launch_kernel(stream, rows, kThreads, 0, draw_kernel, logits.data, logits.stride, todo, maxima_.as<const float>(),
-                sums_.as<const uint64_t>(), blocks, found_.as<int32_t>());
+                sums_.as<const uint64_t>(), blocks, overflow_.as<Candidate>(), found_.as<int32_t>());
   DS4_CUDA(cudaMemcpyAsync(found_host_.data(), found_.as(), tokens.size_bytes(), cudaMemcpyDeviceToHost, stream));
   device_.synchronize();
   std::memcpy(tokens.data(), found_host_.data(), tokens.size_bytes());
@@ -243,7 +271,7 @@ void Drawer::best(const Tensor& logits, std::span<Best> out) {
   }
   const size_t bytes = jobs.size() * sizeof(Job);
   const int64_t blocks = blocks_of(logits.dim);
-  room(bytes, out.size(), blocks);
+  room(bytes, out.size(), blocks, false);
   std::memcpy(host_.data(), jobs.data(), bytes);
   const cudaStream_t stream = device_.stream();
   DS4_CUDA(cudaMemcpyAsync(inputs_.as(), host_.data(), bytes, cudaMemcpyHostToDevice, stream));

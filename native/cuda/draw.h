@@ -14,12 +14,13 @@ class Drawer {
   void best(const Tensor& logits, std::span<Best> out);
 
  private:
-  // Space for `bytes` in both kinds of memory, as `uploads`.
-  void room(size_t bytes, size_t rows, int64_t blocks);
+  void draw_some(const Tensor& logits, std::span<const RowDraw> draws, std::span<int32_t> tokens);
+  // Makes room for `bytes` of inputs, what `rows` rows of so many blocks keep, and lists of candidates where asked for.
+  void room(size_t bytes, size_t rows, int64_t blocks, bool listed);
 
   const Device& device_;
   PinnedBuffer host_;
-  DeviceBuffer inputs_, maxima_, sums_;
+  DeviceBuffer inputs_, maxima_, sums_, overflow_;
   PinnedBuffer found_host_;
   DeviceBuffer found_;
 };

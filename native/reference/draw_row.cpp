@@ -38,9 +38,10 @@ int32_t draw_row(const DrawPlan& plan, std::span<float> logits, int32_t capacity
   if (needs_sums(s))
     for (size_t b = 0; b < blocks; ++b)
       for (const float x : block(b)) sums[b] += weight(x, best, s.scale);
-  std::vector<Candidate> list(static_cast<size_t>(capacity));
+  std::vector<Candidate> list(static_cast<size_t>(capacity)), overflow(truncates(s) ? logits.size() : 0);
   int32_t count = 0;
-  return drawing::draw(OneThread{}, s, {logits.data(), maxima.data(), sums.data(), list.data(), capacity, &count});
+  const Row row{logits.data(), maxima.data(), sums.data(), list.data(), overflow.data(), capacity, &count};
+  return drawing::draw(OneThread{}, OneThread{}, s, row);
 }
 
 }  // namespace ds4

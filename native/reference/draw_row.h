@@ -5,8 +5,8 @@
 
 namespace ds4 {
 
-// `logits` [at least plan.settings.vocab] are changed by the plan's edits. `capacity`: candidates that are kept in a
-// list, the others are looked up again; the result does not depend on it.
+// `logits` [at least plan.settings.vocab] are changed by the plan's edits. `capacity`: candidates in the first of two
+// lists; the result does not depend on it.
 int32_t draw_row(const DrawPlan& plan, std::span<float> logits, int32_t capacity = 1024);
 
 }  // namespace ds4

@@ -99,9 +99,9 @@ void check_draws(Ops& cuda, Results& r, uint64_t seed) {
       const int32_t got = batched[static_cast<size_t>(rows - 1 - i)];
       r.expect(got == want[at],
                "draw " + what + std::to_string(i) + ": " + std::to_string(got) + ", not " + std::to_string(want[at]));
-      const bool same =
-          best[at].id == want_best[at].id && std::memcmp(&best[at].lead, &want_best[at].lead, sizeof(float)) == 0;
-      r.expect(same || (std::isnan(best[at].lead) && std::isnan(want_best[at].lead)),
+      const float lead = best[at].lead, want_lead = want_best[at].lead;
+      const bool same = lead == want_lead || (lead != lead && want_lead != want_lead);
+      r.expect(same && best[at].id == want_best[at].id,
                "best " + what + std::to_string(i) + ": " + std::to_string(best[at].id) + " by " +
                    std::to_string(best[at].lead) + ", not " + std::to_string(want_best[at].id) + " by " +
                    std::to_string(want_best[at].lead));
