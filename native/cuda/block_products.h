@@ -1,8 +1,12 @@
-// What the kernels for block formats share: the products of a block, their order of addition, and what follows them.
+// What the kernels for block formats share: the products of a tile, their order of addition, and what follows them.
 //
-// Order of additions, the same in every kernel and for every T, so that a row's result depends on nothing else: the 32
-// products of a block are summed exactly by the matrix units, blocks are added in order within a chain of 16 (512
-// columns), and the chains' sums in order.
+// Order of additions, the same in every kernel and for every T, so that a row's result depends on nothing else. Of a
+// tile (128 columns), with the activations' scale x of the tile:
+//   formats with superblocks   acc = fma(S, D x, acc), then acc = fma(-M, m x, acc), S and M the exact integer sums of
+//                              scales times block sums and of minimums times sums of codes
+//   others                     f = d_0 s_0, f = fma(s_b, d_b, f) for the blocks in order (after each, where there are
+//                              minimums, f = fma(sum of codes, m_b, f)), acc = fma(f, x, acc)
+// Tiles are added in order within a chain of four (512 columns), and the chains' sums in order.
 #pragma once
 
 #include "cuda/device_math.h"
@@ -14,8 +18,25 @@ constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
 constexpr int kChainTiles = 4;
 
-// c = a b as sums of 32 products, on top of a bias that makes them the bits of a float: 1.5 * 2^23 plus the sum. The
-// four registers of the bias are opaque to the compiler, which would else write them anew for every product.
+// c = a b + start, sums of 32 products.
+__device__ __forceinline__ void multiply(int (&c)[4], const int (&a)[4], uint32_t b0, uint32_t b1,
+                                         const int (&start)[4]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start[0]), "r"(start[1]), "r"(start[2]),
+        "r"(start[3]));
+}
+// c = a b + start of digits of sums (activations.h): `a0` and `a1` multiply the four digits of block t of rows g, g
+// + 8.
+__device__ __forceinline__ void multiply_sums(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b,
+                                              const int (&start)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
+      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+      : "r"(a0), "r"(a1), "r"(b), "r"(start[0]), "r"(start[1]), "r"(start[2]), "r"(start[3]));
+}
+// A start of sums that makes them the bits of a float: 1.5 * 2^23 plus the sum. The four registers are opaque to the
+// compiler, which would else write them anew for every product.
 struct Bias {
   int v[4];
   __device__ __forceinline__ Bias() {
@@ -23,13 +44,6 @@ struct Bias {
     for (int& x : v) asm volatile("mov.b32 %0, 0x4B400000;" : "=r"(x));
   }
 };
-__device__ __forceinline__ void multiply(int (&c)[4], const int (&a)[4], uint2 b, const Bias& bias) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%10, %11, %12, %13};"
-      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(bias.v[0]), "r"(bias.v[1]), "r"(bias.v[2]),
-        "r"(bias.v[3]));
-}
 __device__ __forceinline__ float sum_of(int c) {
   return __int_as_float(c) - 12582912.0f;  // exact: sums are below 2^22
 }
@@ -42,85 +56,125 @@ __device__ __forceinline__ float from_lane(float v, int lane) {
   return __shfl_sync(0xFFFFFFFFu, v, lane);
 }
 
-// The scales of a tile, lane 4g + t holding those of block t of rows g and g + 8.
+// A lane's codes of a tile: the operands of its four blocks.
+struct TileCodes {
+  int a[kTileBlocks][4];
+};
+template <DType type, int kCopies>
+__device__ __forceinline__ void decode_tile(const RawTile<type>& raw, uint32_t grid, int lane, TileCodes& codes) {
+#pragma unroll
+  for (int b = 0; b < kTileBlocks; ++b) decode_codes<type, kCopies>(raw, b, grid, lane, codes.a[b]);
+}
+
+// The scales of a tile's rows g and g + 8.
 template <DType type>
-struct OwnScales {
-  Scales row[2];
-  __device__ __forceinline__ OwnScales(const RawTile<type>& raw, int lane) {
-    row[0] = decode_scales<type>(raw, 0, lane % 4);
-    row[1] = decode_scales<type>(raw, 1, lane % 4);
+struct TileScales {
+  using L = Layout<type>;
+  static constexpr int kEach = L::kInteger && type != DType::Q2_K ? kTileBlocks : 1, kHalves = L::kHalves ? 2 : 1;
+  int s[kEach][kHalves][2];                               // kInteger
+  float d[L::kInteger ? 1 : kTileBlocks][2];              // of superblocks, of blocks
+  float m[L::kMin && !L::kInteger ? kTileBlocks : 1][2];  // likewise
+  uint32_t minimums[2];                                   // kInteger: of block t
+
+  __device__ __forceinline__ TileScales(const RawTile<type>& raw, int lane) {
+#pragma unroll
+    for (int hi = 0; hi < 2; ++hi) {
+      if constexpr (L::kInteger) {
+        d[0][hi] = super_scale<type>(raw, hi);
+        if constexpr (type != DType::Q2_K)
+#pragma unroll
+          for (int b = 0; b < kTileBlocks * kHalves; ++b)
+            s[b / kHalves][b % kHalves][hi] = integer_scale<type>(raw, hi, b / kHalves, b % kHalves);
+        if constexpr (L::kMin) {
+          m[0][hi] = super_minimum<type>(raw, hi);
+          minimums[hi] = integer_minimums<type>(raw, hi, lane % 4);
+        }
+      } else {
+#pragma unroll
+        for (int b = 0; b < kTileBlocks; ++b) {
+          d[b][hi] = float_scale<type>(raw, hi, b);
+          if constexpr (L::kMin) m[b][hi] = float_minimum<type>(raw, hi, b);
+        }
+      }
+    }
   }
 };
 
-// Adds one block for rows g and g + 8 and two tokens: acc[2r + i] += d_r x_i sum (and the second half's likewise), then
-// the minimums' share. The order of these is part of a result's bits; `add_single` follows it.
-template <DType type>
-__device__ __forceinline__ void add_block(float (&acc)[4], const int (&a)[4], const Scales& s0, const Scales& s1,
-                                          int lane, uint2 b, float2 dx, float4 sums, const Bias& bias) {
-  using L = Layout<type>;
-  int c[4] = {};
-  const auto add = [&](float d0, float d1) {
-    acc[0] = fmaf(sum_of(c[0]), d0 * dx.x, acc[0]);
-    acc[1] = fmaf(sum_of(c[1]), d0 * dx.y, acc[1]);
-    acc[2] = fmaf(sum_of(c[2]), d1 * dx.x, acc[2]);
-    acc[3] = fmaf(sum_of(c[3]), d1 * dx.y, acc[3]);
-  };
-  if constexpr (L::kHalves) {
-    int half[4];
-    half_of(a, !(lane & 2), half);
-    multiply(c, half, b, bias);
-    add(s0.d, s1.d);
-    half_of(a, lane & 2, half);
-    multiply(c, half, b, bias);
-    add(s0.e, s1.e);
-  } else {
-    multiply(c, a, b, bias);
-    add(s0.d, s1.d);
-  }
-  if constexpr (L::kMin) {
-    acc[0] = acc[0] + fmaf(s0.m1, sums.y, s0.m0 * sums.x);
-    acc[1] = acc[1] + fmaf(s0.m1, sums.w, s0.m0 * sums.z);
-    acc[2] = acc[2] + fmaf(s1.m1, sums.y, s1.m0 * sums.x);
-    acc[3] = acc[3] + fmaf(s1.m1, sums.w, s1.m0 * sums.z);
-  }
-}
-
-// One token: what add_block multiplies for a block is multiplied by the lane that owns it.
-struct Products {
-  float d, e, m;
+// What a lane has of a tile of eight tokens: operands of two blocks each, and the digits of the sums of token g, block
+// t (read only where a format has minimums).
+struct TileTokens {
+  uint4 q[kTileBlocks / 2];
+  uint32_t sums;
 };
-template <DType type>
-__device__ __forceinline__ Products products_of(const Scales& s, float dx, float2 sums) {
+
+// Adds a tile for rows g and g + 8 and tokens 2t and 2t + 1, whose scales are `x`: acc[2r + i] of row g + 8r. kSingle:
+// there is one token only, in column 0 of lanes with t = 0.
+template <DType type, bool kSingle = false>
+__device__ __forceinline__ void add_tile(float (&acc)[4], const TileCodes& codes, const TileScales<type>& s,
+                                         const TileTokens& tokens, float2 x, int lane, const Bias& bias) {
   using L = Layout<type>;
-  Products p{s.d * dx, 0.0f, 0.0f};
-  if (L::kHalves) p.e = s.e * dx;
-  if (L::kMin) p.m = fmaf(s.m1, sums.y, s.m0 * sums.x);
-  return p;
-}
-template <DType type>
-__device__ __forceinline__ void add_single(float (&acc)[4], const int (&a)[4], const Products& p0, const Products& p1,
-                                           int lane, int from, uint2 b, const Bias& bias) {
-  using L = Layout<type>;
-  int c[4] = {};
-  const auto add = [&](float d0, float d1) {
-    acc[0] = fmaf(sum_of(c[0]), from_lane(d0, from), acc[0]);
-    acc[2] = fmaf(sum_of(c[2]), from_lane(d1, from), acc[2]);
-  };
-  if constexpr (L::kHalves) {
-    int half[4];
-    half_of(a, !(lane & 2), half);
-    multiply(c, half, b, bias);
-    add(p0.d, p1.d);
-    half_of(a, lane & 2, half);
-    multiply(c, half, b, bias);
-    add(p0.e, p1.e);
+  constexpr int kStep = kSingle ? 2 : 1;
+  constexpr int zero[4] = {0, 0, 0, 0};
+  const uint32_t b0[4] = {tokens.q[0].x, tokens.q[0].z, tokens.q[1].x, tokens.q[1].z},
+                 b1[4] = {tokens.q[0].y, tokens.q[0].w, tokens.q[1].y, tokens.q[1].w};
+  if constexpr (L::kInteger) {
+    int sum[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int b = 0; b < kTileBlocks; ++b) {
+      if constexpr (type == DType::Q2_K) {
+        multiply(sum, codes.a[b], b0[b], b1[b], sum);
+      } else {
+#pragma unroll
+        for (int half = 0; half < s.kHalves; ++half) {
+          int c[4];
+          if constexpr (L::kHalves) {
+            int part[4];
+            half_of(codes.a[b], (lane & 2) == 2 * half, part);
+            multiply(c, part, b0[b], b1[b], zero);
+          } else {
+            multiply(c, codes.a[b], b0[b], b1[b], zero);
+          }
+#pragma unroll
+          for (int i = 0; i < 4; i += kStep) sum[i] = sum[i] + c[i] * s.s[b][half][i / 2];
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i += kStep)
+      acc[i] = fmaf(static_cast<float>(sum[i]), s.d[0][i / 2] * (i % 2 ? x.y : x.x), acc[i]);
+    if constexpr (L::kMin) {
+      int minimum[4];
+      if constexpr (type == DType::Q2_K) {  // below 16
+        multiply_sums(minimum, s.minimums[0] << 4 | s.minimums[0] << 16, s.minimums[1] << 4 | s.minimums[1] << 16,
+                      tokens.sums, zero);
+      } else {
+        multiply_sums(minimum, s.minimums[0], s.minimums[1], tokens.sums, zero);
+#pragma unroll
+        for (int& v : minimum) v *= 16;
+        multiply_sums(minimum, s.minimums[0] << 16, s.minimums[1] << 16, tokens.sums, minimum);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i += kStep)
+        acc[i] = fmaf(-static_cast<float>(minimum[i]), s.m[0][i / 2] * (i % 2 ? x.y : x.x), acc[i]);
+    }
   } else {
-    multiply(c, a, b, bias);
-    add(p0.d, p1.d);
-  }
-  if constexpr (L::kMin) {
-    acc[0] = acc[0] + from_lane(p0.m, from);
-    acc[2] = acc[2] + from_lane(p1.m, from);
+    float f[4];
+#pragma unroll
+    for (int b = 0; b < kTileBlocks; ++b) {
+      int c[4];
+      multiply(c, codes.a[b], b0[b], b1[b], bias.v);
+#pragma unroll
+      for (int i = 0; i < 4; i += kStep)
+        f[i] = b == 0 ? sum_of(c[i]) * s.d[b][i / 2] : fmaf(sum_of(c[i]), s.d[b][i / 2], f[i]);
+      if constexpr (L::kMin) {
+        const uint32_t all = lane % 4 == b ? 0x01011010u : 0u;  // the sum of the block's codes
+        multiply_sums(c, all, all, tokens.sums, zero);
+#pragma unroll
+        for (int i = 0; i < 4; i += kStep) f[i] = fmaf(static_cast<float>(c[i]), s.m[b][i / 2], f[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i += kStep) acc[i] = fmaf(f[i], i % 2 ? x.y : x.x, acc[i]);
   }
 }
 

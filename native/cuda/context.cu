@@ -83,8 +83,8 @@ std::vector<DeviceRow> Context::device_list(std::span<const RowRef> rows) const 
 Activations Context::rounded(Workspace::Slot codes, Workspace::Slot scales, Workspace::Slot sums, const Tensor& x) {
   const int64_t blocks = (x.dim / 32 + kTileBlocks - 1) / kTileBlocks * kTileBlocks, n = (x.n + 7) / 8 * 8 * blocks;
   return {workspace.get<int8_t>(codes, std::max<int64_t>(1, n * 32)),
-          workspace.get<float>(scales, std::max<int64_t>(1, n)), workspace.get<float2>(sums, std::max<int64_t>(1, n)),
-          blocks};
+          workspace.get<float>(scales, std::max<int64_t>(1, n / kTileBlocks)),
+          workspace.get<uint32_t>(sums, std::max<int64_t>(1, n)), blocks};
 }
 
 Activations Context::quantized(Tensor x, const float* gain, float eps) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cuda/activations.h"
 #include "cuda/memory.h"
 #include "types.h"
 
@@ -89,29 +90,26 @@ __device__ __forceinline__ float swiglu_clamped(float g, float u, float limit) {
   return swiglu(fminf(g, limit), fminf(fmaxf(u, -limit), limit));
 }
 
-// Rounds a block of 32 values to int8, four in each of eight neighbouring lanes; `part` counts these. Writes codes,
-// scale and the scaled sums of the halves at row `place` of Activations (linear.h).
-__device__ __forceinline__ void store_codes(const float (&v)[4], int part, int64_t place, int8_t* q, float* d,
-                                            float2* sums) {
-  const unsigned group = 0xFFu << (threadIdx.x % 32 / 8 * 8);
-  float largest = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-#pragma unroll
-  for (int m = 4; m > 0; m /= 2) largest = fmaxf(largest, __shfl_xor_sync(group, largest, m));
-  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
+// Rounds 128 values of row `row` to int8, tile `tile` of it (Activations, linear.h): four in each lane of a whole warp.
+__device__ __forceinline__ void store_codes(const float (&v)[4], int64_t row, int64_t tile, const Activations& to) {
+  const int lane = threadIdx.x % 32, block = lane / 8;
+  const float largest = warp_max(fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))));
+  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
   int c[4], sum = 0;
 #pragma unroll
   for (int k = 0; k < 4; ++k) sum += c[k] = __float2int_rn(v[k] * inverse);
-  reinterpret_cast<char4*>(q + place * 32)[part] =
+  const int64_t group = (row >> 3) * to.blocks, in = row & 7;
+  *reinterpret_cast<char4*>(to.q + (group + tile * 4 + block / 2 * 2) * 256 + in * 64 + lane % 8 / 2 * 16 +
+                            block % 2 * 8 + lane % 2 * 4) =
       make_char4(static_cast<signed char>(c[0]), static_cast<signed char>(c[1]), static_cast<signed char>(c[2]),
                  static_cast<signed char>(c[3]));
-  // The first four lanes of a group hold columns 0..15, the others 16..31.
-  sum += __shfl_xor_sync(group, sum, 1);
-  sum += __shfl_xor_sync(group, sum, 2);
-  const int other = __shfl_xor_sync(group, sum, 4);
-  if (part == 0) {
-    d[place] = scale;
-    sums[place] = make_float2(scale * static_cast<float>(sum), scale * static_cast<float>(other));
-  }
+  // Four lanes hold a half of 16 columns.
+  sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+  sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+  const int high = (sum + 8) >> 4, low = sum - 16 * high;
+  const uint32_t digits = (high & 255) | (low & 255) << 16, other = __shfl_xor_sync(0xFFFFFFFFu, digits, 4);
+  if (lane % 8 == 0) to.sums[(group + tile * 4 + block) * 8 + in] = digits | other << 8;
+  if (lane == 0) to.d[(group / 4 + tile) * 8 + in] = largest / 127.0f;
 }
 
 // Element i of an array of F32, F16 or BF16.

@@ -12,8 +12,9 @@
 // tile = (slab * tiles of rows + tile row) * tiles of columns + tile column. Where gates and ups are interleaved, rows
 // 0 .. 7 of a tile are gates and rows 8 .. 15 the ups of the same numbers.
 //
-// Nothing is rounded: scales keep the file's precision. A block decodes to signed bytes with the scale d, or d of its
-// first and e of its second 16 columns (kHalves); kMin adds m[0] to the first and m[1] to the second 16.
+// Nothing is rounded: scales keep the file's precision. A block decodes to signed bytes with one scale, or one for each
+// half (kHalves); kMin subtracts a minimum from each half or adds one (float formats). kInteger: scales and minimums of
+// a superblock's blocks are integers, to be multiplied by its two floats.
 //
 // Order of bits, so that four neighbouring columns come out of one mask and shift; `half` is 0 for columns 8t .. 8t + 3
 // of a block, 1 for the next four:
@@ -51,7 +52,7 @@ struct Layout {
 };
 template <int Q, int H, int S, int D, bool Halves, bool Min, int Zero>
 struct TileLayout {
-  static constexpr bool kExists = true, kHalves = Halves, kMin = Min;
+  static constexpr bool kExists = true, kHalves = Halves, kMin = Min, kInteger = D > 0;
   static constexpr int kQ = Q, kH = H, kS = S, kD = D, kZero = Zero;
 };
 //                                                      q  h  s  d  halves min zero
@@ -134,11 +135,6 @@ struct RawTile {
   uint32_t h[L::kH ? 2 * L::kH : 1];
   uint32_t s[L::kS / 2];
   uint32_t d[L::kD ? L::kD / 2 : 1];
-};
-
-// Scales of one block of one row; `e` and `m1` of its second 16 columns, where the format has them.
-struct Scales {
-  float d, e, m0, m1;
 };
 
 // Weights are read once: they do not push activations out of the cache.
@@ -302,44 +298,59 @@ __device__ __forceinline__ void decode_codes(const RawTile<type>& r, int block, 
   }
 }
 
-// Of row g (hi = 0) or g + 8 of a lane; `block` may be the lane's own number.
+// ---- scales of row g (hi = 0) or g + 8 of a lane
+
+// Formats with float scales: that of one block, and its minimum.
 template <DType type>
-__device__ __forceinline__ Scales decode_scales(const RawTile<type>& r, int hi, int block) {
+__device__ __forceinline__ float float_scale(const RawTile<type>& r, int hi, int block) {
   using L = Layout<type>;
-  Scales v{};
-  // Two bytes of the block, from two words of a row.
-  const auto two_bytes = [&] { return (block & 2 ? r.s[2 * hi + 1] : r.s[2 * hi]) >> (16 * (block & 1)) & 0xFFFFu; };
+  static_assert(!L::kInteger);
   if constexpr (type == DType::MXFP4) {
     const uint32_t e = r.s[hi] >> (8 * block) & 255u;
-    v.d = __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
-  } else if constexpr (type == DType::Q4_1 || type == DType::Q5_1) {
-    const uint32_t low = block & 1 ? r.s[4 * hi + 1] : r.s[4 * hi],
-                   high = block & 1 ? r.s[4 * hi + 3] : r.s[4 * hi + 2];
-    const uint32_t s = block & 2 ? high : low;
-    v.d = half_bits(s & 0xFFFFu);
-    v.m0 = v.m1 = half_bits(s >> 16);
-  } else if constexpr (L::kD == 0) {
-    v.d = half_bits(two_bytes());
-  } else if constexpr (type == DType::Q2_K) {
-    const uint32_t s = two_bytes();
-    v.d = half_bits(r.d[hi] & 0xFFFFu);
-    const float dmin = half_bits(r.d[hi] >> 16);
-    v.m0 = -(dmin * static_cast<float>(s >> 4 & 15u));
-    v.m1 = -(dmin * static_cast<float>(s >> 12 & 15u));
-  } else if constexpr (type == DType::Q3_K || type == DType::Q6_K) {
-    const uint32_t s = two_bytes();
-    const float d = half_bits(hi ? r.d[0] >> 16 : r.d[0] & 0xFFFFu);
-    v.d = d * static_cast<float>(static_cast<int8_t>(s & 255u));
-    v.e = d * static_cast<float>(static_cast<int8_t>(s >> 8 & 255u));
-  } else if constexpr (type == DType::Q4_K || type == DType::Q5_K) {
-    const uint32_t s = two_bytes();
-    v.d = half_bits(r.d[hi] & 0xFFFFu) * static_cast<float>(s & 255u);
-    v.m0 = v.m1 = -(half_bits(r.d[hi] >> 16) * static_cast<float>(s >> 8 & 255u));
+    return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+  } else if constexpr (L::kMin) {
+    return half_bits(r.s[4 * hi + block] & 0xFFFFu);
   } else {
-    const float d = half_bits(hi ? r.d[0] >> 16 : r.d[0] & 0xFFFFu);
-    v.d = d * 0.25f * (0.5f + static_cast<float>(r.s[0] >> (16 * hi + 4 * block) & 15u));
+    return half_bits(r.s[2 * hi + block / 2] >> (16 * (block % 2)) & 0xFFFFu);
   }
-  return v;
+}
+template <DType type>
+__device__ __forceinline__ float float_minimum(const RawTile<type>& r, int hi, int block) {
+  static_assert(Layout<type>::kMin && !Layout<type>::kInteger);
+  return half_bits(r.s[4 * hi + block] >> 16);
+}
+
+// Formats with superblocks: the integer scale of a block (`half`: of its columns 16 .. 31, where there are two), and
+// what it is to be multiplied by. The scales of Q2_K are in the codes.
+template <DType type>
+__device__ __forceinline__ int integer_scale(const RawTile<type>& r, int hi, int block, int half) {
+  static_assert(Layout<type>::kInteger && type != DType::Q2_K);
+  if constexpr (type == DType::IQ2_XXS) {
+    const int at = 16 * hi + 4 * block;
+    return static_cast<int>((at ? r.s[0] >> (at - 1) : r.s[0] << 1) & 30u | 1u);
+  } else {
+    const uint32_t s = r.s[2 * hi + block / 2] >> (16 * (block % 2) + 8 * half) & 255u;
+    return Layout<type>::kHalves ? static_cast<int8_t>(s) : static_cast<int>(s);
+  }
+}
+template <DType type>
+__device__ __forceinline__ float super_scale(const RawTile<type>& r, int hi) {
+  using L = Layout<type>;
+  if constexpr (L::kD == 4) return half_bits(r.d[hi] & 0xFFFFu);
+  const float d = half_bits(r.d[0] >> (16 * hi) & 0xFFFFu);
+  return type == DType::IQ2_XXS ? 0.125f * d : d;
+}
+template <DType type>
+__device__ __forceinline__ float super_minimum(const RawTile<type>& r, int hi) {
+  static_assert(Layout<type>::kD == 4);
+  return half_bits(r.d[hi] >> 16);
+}
+// The minimums of block `block`, which may be the lane's own number: of its first 16 columns in byte 0, of the others
+// in byte 1.
+template <DType type>
+__device__ __forceinline__ uint32_t integer_minimums(const RawTile<type>& r, int hi, int block) {
+  const uint32_t s = (block & 2 ? r.s[2 * hi + 1] : r.s[2 * hi]) >> (16 * (block & 1)) & 0xFFFFu;
+  return type == DType::Q2_K ? s >> 4 & 0x0F0Fu : (s >> 8) * 0x0101u;
 }
 
 #endif

@@ -37,8 +37,7 @@ template <class T, int kRows, int kParts, bool kOut>
 __global__ void __cluster_dims__(kSlices, 1, 1)
     mix_and_norm_kernel(const T* fn, int64_t fn_stride, HyperArgs a, const float* gain, float eps, float* streams,
                         int64_t stride, float* out, int64_t out_stride, Addends more, float* mix, int64_t mix_stride,
-                        float* y, int64_t y_stride, int64_t n, int64_t blocks, int8_t* codes, float* scales,
-                        float2* sums) {
+                        float* y, int64_t y_stride, int64_t n, Activations codes) {
   constexpr int kEach = kCoefficients / kParts, kSums = kParts == 1 ? 32 : 8;
   __shared__ float part[32][kRows][kSums];
   __shared__ float slice_sum[kRows][32], slice_squares[kRows];
@@ -231,7 +230,7 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
       const int64_t t = t0 + r;
       if (t >= n) continue;
       *reinterpret_cast<float4*>(y + t * y_stride + d) = make_float4(four[0], four[1], four[2], four[3]);
-      store_codes(four, thread % 8, (t >> 3) * blocks * 8 + (t & 7) + d / 32 * 8, codes, scales, sums);
+      store_codes(four, t, d / kTileCols, codes);
     }
   }
   cluster.sync();  // nobody leaves while its sums are read
@@ -273,8 +272,7 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
   const auto launch = [&](auto kernel, const auto* data) {
     launch_kernel(context.device.stream(), grid, threads, 0, kernel, data, s.stride, a, gain, eps, streams.data,
                   streams.stride, out ? out->data : nullptr, out ? out->stride : 0, more, mix.data, mix.stride, y.data,
-                  y.stride, streams.n, codes.blocks, const_cast<int8_t*>(codes.q), const_cast<float*>(codes.d),
-                  const_cast<float2*>(codes.sums));
+                  y.stride, streams.n, codes);
   };
   const auto of_type = [&]<class T>(const T* data) {
     if (two)

@@ -273,9 +273,7 @@ __global__ void join_chunks(LatentParts p, const DeviceRow* rows, VisibleRows li
   for (float& v : sum) v = v * inverse;
   turn.back(sum, t, d, dim);
   *reinterpret_cast<float4*>(out + t * stride + h * dim + d) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-  if (codes.q)
-    store_codes(sum, threadIdx.x % 8, (t >> 3) * codes.blocks * 8 + (t & 7) + (h * dim + d) / 32 * 8,
-                const_cast<int8_t*>(codes.q), const_cast<float*>(codes.d), const_cast<float2*>(codes.sums));
+  if (codes.q) store_codes(sum, t, (h * dim + d) / kTileCols, codes);
 }
 
 // ---- indexer
@@ -462,7 +460,7 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
       p.sums = memory + (2 * n * a.heads * p.chunks + 3) / 4 * 4;
       launch(attend_latent<false>);
       // Codes for what follows, when all rows are of this one launch.
-      const bool rounded = table && n == q.n && dim % 32 == 0 && out.dim % kTileCols == 0 && out.stride == out.dim;
+      const bool rounded = table && n == q.n && dim % kTileCols == 0 && out.stride == out.dim;
       launch_kernel(context.device.stream(), dim3(static_cast<unsigned>(a.heads), static_cast<unsigned>(n)),
                     static_cast<unsigned>((dim / 4 + 31) / 32 * 32), 0, join_chunks, p, list + first, visible, sinks,
                     a.heads, static_cast<int>(dim), turn, out.data + first * out.stride, out.stride,

@@ -14,8 +14,7 @@ constexpr int kWideThreads = 1024;
 // Bytes: x once (twice from the cache with a norm), 1.4 per element out. One block of threads for each row with a
 // norm, else for each 1024 columns.
 __global__ void __launch_bounds__(kNormThreads)
-    quantize_kernel(const float* x, int64_t stride, int64_t cols, const float* gain, float eps, int64_t blocks,
-                    int8_t* q, float* d, float2* sums) {
+    quantize_kernel(const float* x, int64_t stride, int64_t cols, const float* gain, float eps, Activations to) {
   begin_kernel();
   __shared__ float shared[32];
   const float* row = x + blockIdx.x * stride;
@@ -25,8 +24,7 @@ __global__ void __launch_bounds__(kNormThreads)
     for (int64_t i = threadIdx.x; i < cols; i += kNormThreads) squares = fmaf(row[i], row[i], squares);
     factor = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(cols) + eps);
   }
-  // Eight lanes share a block of 32. Whole groups of eight leave the loop together.
-  const int64_t quads = blocks * 8, place = (blockIdx.x >> 3) * blocks * 8 + (blockIdx.x & 7);
+  const int64_t quads = to.blocks * 8;  // whole warps
   for (int64_t i = static_cast<int64_t>(blockIdx.y) * kNormThreads + threadIdx.x; i < quads;
        i += static_cast<int64_t>(gridDim.y) * kNormThreads) {
     float v[4];
@@ -35,7 +33,7 @@ __global__ void __launch_bounds__(kNormThreads)
       v[k] = 4 * i < cols ? row[4 * i + k] : 0.0f;
       if (gain && 4 * i < cols) v[k] = v[k] * factor * gain[4 * i + k];
     }
-    store_codes(v, threadIdx.x % 8, place + i / 8 * 8, q, d, sums);
+    store_codes(v, blockIdx.x, i / 32, to);
   }
 }
 
@@ -53,7 +51,7 @@ __global__ void __launch_bounds__(kWideThreads)
 
 __global__ void __launch_bounds__(kWideThreads)
     norm_codes_kernel(const float* x, int64_t stride, int64_t cols, const float* gain, float eps, float* y,
-                      int64_t y_stride, int64_t blocks, int8_t* q, float* d, float2* sums) {
+                      int64_t y_stride, Activations codes) {
   begin_kernel();
   __shared__ float shared[32];
   const float4* row = reinterpret_cast<const float4*>(x + blockIdx.x * stride);
@@ -63,12 +61,11 @@ __global__ void __launch_bounds__(kWideThreads)
     squares = fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, squares))));
   }
   const float factor = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(cols) + eps);
-  const int64_t place = (blockIdx.x >> 3) * blocks * 8 + (blockIdx.x & 7);
   for (int64_t i = threadIdx.x; i < cols / 4; i += blockDim.x) {
     const float4 v = row[i], g = reinterpret_cast<const float4*>(gain)[i];
     const float four[4] = {v.x * factor * g.x, v.y * factor * g.y, v.z * factor * g.z, v.w * factor * g.w};
     reinterpret_cast<float4*>(y + blockIdx.x * y_stride)[i] = make_float4(four[0], four[1], four[2], four[3]);
-    store_codes(four, threadIdx.x % 8, place + i / 8 * 8, q, d, sums);
+    store_codes(four, blockIdx.x, i / 32, codes);
   }
 }
 
@@ -78,8 +75,7 @@ void quantize(const Device& device, Tensor x, const float* gain, float eps, cons
   if (x.n == 0) return;
   const auto pieces = gain ? 1u : static_cast<unsigned>((to.blocks * 32 + 4 * kNormThreads - 1) / (4 * kNormThreads));
   launch_kernel(device.stream(), dim3(static_cast<unsigned>(x.n), pieces), kNormThreads, 0, quantize_kernel, x.data,
-                x.stride, x.dim, gain, eps, to.blocks, const_cast<int8_t*>(to.q), const_cast<float*>(to.d),
-                const_cast<float2*>(to.sums));
+                x.stride, x.dim, gain, eps, to);
   DS4_CUDA(cudaGetLastError());
 }
 
@@ -88,8 +84,7 @@ void rms_norm(const Device& device, Tensor x, const float* gain, float eps, Tens
   if (codes) {
     const auto threads = static_cast<unsigned>(std::min<int64_t>(kWideThreads, x.dim / 4));
     launch_kernel(device.stream(), static_cast<unsigned>(x.n), threads, 0, norm_codes_kernel, x.data, x.stride, x.dim,
-                  gain, eps, y.data, y.stride, codes->blocks, const_cast<int8_t*>(codes->q),
-                  const_cast<float*>(codes->d), const_cast<float2*>(codes->sums));
+                  gain, eps, y.data, y.stride, *codes);
   } else {
     launch_kernel(device.stream(), static_cast<unsigned>(x.n), kWideThreads, 0, rms_norm_kernel, x.data, x.stride,
                   x.dim, gain, eps, y.data, y.stride);

@@ -4,28 +4,23 @@
 // units on int8 (block_products.h), which are far from their limit, so what counts is the decoding: 10 to 40
 // instructions of a warp for 512 weights, and 12 to add their products to eight rows.
 //
-// Activations for block formats are rounded once per row to int8 in blocks of 32 with an f32 scale. For float types a
-// warp computes four output rows; lane l takes units l, l + 32 * split, ... of each, the lanes' sums are added in a
-// fixed tree, then the `split` warps' sums in order. `split` depends on the matrix's shape only.
+// Activations for block formats are rounded once per row to int8, 128 columns with one f32 scale (activations.h). For
+// float types a warp computes four output rows; lane l takes units l, l + 32 * split, ... of each, the lanes' sums are
+// added in a fixed tree, then the `split` warps' sums in order. `split` depends on the matrix's shape only.
 #pragma once
 
+#include "cuda/activations.h"
 #include "cuda/weights.h"
 
 namespace ds4::cuda {
 
-// Rows as int8 for the matrix units: eight rows stand together, of each block of 32 columns the eight rows' codes, so
-// that a warp's operand is 256 bytes in a row. x = d * code.
-//
-//   q [rows / 8][blocks][8][32]      d [rows / 8][blocks][8]      sums likewise: d times the sum of each half's codes
-struct Activations {
-  const int8_t* q;
-  const float* d;
-  const float2* sums;
-  int64_t blocks;  // of a row, a multiple of four: zeros behind the columns
-};
-
 constexpr int kMostPairs = 128;  // pairs that `LinearArgs::experts` may list
-constexpr int kTileTokens = 64;  // rows of an item of block formats at most
+constexpr int kItemTokens = 32;  // rows of an item of block formats at most
+// Rows of an item, so that their activations of `cols` columns stand in shared memory: at most kItemTokens, 0: none do.
+constexpr int item_tokens(int64_t cols) {
+  const int64_t fit = 200 * 1024 / ((cols + 127) / 128 * 148) / 8 * 8;
+  return static_cast<int>(fit < kItemTokens ? fit : kItemTokens);
+}
 
 enum class Epilogue : int { Store, Add, SwiGLU, Clamped };
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cfloat>
+#include <string>
 #include <utility>
 
 #include "cuda/device_math.h"
@@ -146,7 +147,9 @@ void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down
   LinearArgs args;
   const bool floats = gate_up.segments.front().stride || down.segments.front().stride;
   const bool apart = x.n <= kFewRows && pairs <= kMostPairs;  // few pairs share an expert
-  const int at_once = apart ? 1 : floats ? 8 : kTileTokens;
+  const int at_once = apart ? 1 : floats ? 8 : item_tokens(std::max(x.dim, ff));
+  if (at_once == 0)
+    throw Unsupported("experts of " + std::to_string(std::max(x.dim, ff)) + " columns: too many for shared memory");
   args.alone = x.n == 1;
   const int64_t n_items = apart ? pairs : std::min(pairs, pairs / at_once + n_experts);
   if (apart) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/async_copies.h"
 #include "cuda/block_products.h"
 
 namespace ds4::cuda {
@@ -82,26 +83,6 @@ struct UnitBytes {
   static constexpr int kQ = kChainTiles * 256 * L::kQ, kH = kChainTiles * 256 * L::kH, kS = kChainTiles * 16 * L::kS,
                        kD = kChainTiles / 2 * 16 * L::kD, kRow = kQ + kH + kS + kD, kAll = kRow * kRows;
 };
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-// Copies `bytes` (a multiple of 16) to shared memory; `barrier` counts their arrival.
-__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 
 // Bytes of shared memory that stream_blocks wants beside what it declares, and whether it copies weights there.
 template <DType type>
@@ -187,8 +168,7 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
     const uint32_t barrier = shared_address(&arrivals[warp][stage]);
     const int pairs = (u.tiles + 1) / 2;
     const int each = u.tiles * (256 * L::kQ + 256 * L::kH + 16 * L::kS) + pairs * (16 * L::kD);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(each * u.rows)
-                 : "memory");
+    expect_bytes(barrier, each * u.rows);
     for (int row = 0; row < u.rows; ++row) {
       const uint32_t to = shared_address(stages + stage * Bytes::kAll + row * Bytes::kRow);
       const uint64_t tile = u.tile + row * p.tiles_k, super = u.super + row * (p.tiles_k / 2);
@@ -212,9 +192,8 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
   uint32_t parity = 0;  // bit s: of stage s
   if constexpr (kBulk<type>) {
     if (lane == 0) {
-      for (int stage = 0; stage < 2; ++stage)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrivals[warp][stage])) : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+      for (uint64_t& a : arrivals[warp]) init_barrier(shared_address(&a));
+      fence_barriers();
     }
     __syncwarp();
     for (int stage = 0; stage < 2; ++stage) {
@@ -239,8 +218,8 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
     Item following = item;
     advance(following, static_cast<int>(gridDim.x));
     const int slab = slab_of(item.lead);
-    // The lane's token: a column of B, and the one whose scales it holds.
-    int64_t own = kOne ? 0 : g, column = 0;
+    // The token whose operands the lane holds: row `in` of a group of eight.
+    int64_t group = 0, in = kOne ? 0 : g, column = 0;
     bool single = kOne;
     if (p.experts) {
       int token = item.lead;
@@ -249,7 +228,7 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
         single = leaders.size[item.lead] == 1;
       }
       token /= p.per_row;
-      own = (token >> 3) * x.blocks * 8 + (token & 7);
+      group = token >> 3, in = token & 7;
     } else {
       column = slab * (p.cols / 32);
     }
@@ -258,36 +237,31 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
       float acc[kRows][NT][4];
 #pragma unroll
       for (int i = 0; i < kRows * NT * 4; ++i) acc[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
-      const int64_t block0 = column + unit.chain * (kChainTiles * kTileBlocks);
-      const int8_t* xq = x.q + (own + block0 * 8) * 32 + 8 * t;
-      const float* xd = x.d + own + (block0 + t) * 8;
-      const float2* xs = x.sums + own + (block0 + t) * 8;
-      asm volatile("" : "+l"(xq), "+l"(xd), "+l"(xs));  // addresses stay in registers
+      const int64_t block0 = group * x.blocks + column + unit.chain * (kChainTiles * kTileBlocks);
+      const int8_t* xq = x.q + block0 * 256 + in * 64 + 16 * t;
+      const uint32_t* xs = x.sums + (block0 + t) * 8 + in;
+      asm volatile("" : "+l"(xq), "+l"(xs));  // addresses stay in registers
+      // Lane 4g + t has the scale of token g for tile t of the chain.
+      float own[NT];
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+        own[n] = __ldg(x.d + (block0 / kTileBlocks + min(t, max(unit.tiles, 1) - 1)) * 8 + in + n * x.blocks * 2);
       const auto compute = [&](auto one) {
         constexpr bool kSingle = decltype(one)::value;
-        struct Tokens {
-          float dx[NT];
-          float2 sums[NT];
-          uint2 code[NT][kTileBlocks];
-        };
-        const auto tokens_of = [&](int j, Tokens& in) {
-#pragma unroll
-          for (int n = 0; n < NT; ++n) {
-            const int64_t at = n * x.blocks * 8 + j * (kTileBlocks * 8);
-            in.dx[n] = __ldg(xd + at);
-            if constexpr (L::kMin) in.sums[n] = __ldg(xs + at);
-#pragma unroll
-            for (int b = 0; b < kTileBlocks; ++b) {
-              in.code[n][b] = make_uint2(0, 0);
-              if (!kSingle || g == 0) in.code[n][b] = __ldg(reinterpret_cast<const uint2*>(xq + (at + b * 8) * 32));
-            }
-          }
-        };
-        Tokens in;
+        TileTokens tokens[NT];
 #pragma unroll
         for (int j = 0; j < kChainTiles; ++j) {
           if (j < unit.tiles) {
-            tokens_of(j, in);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+              const int64_t at = n * x.blocks + j * kTileBlocks;
+              if constexpr (L::kMin) tokens[n].sums = __ldg(xs + at * 8);
+#pragma unroll
+              for (int i = 0; i < kTileBlocks / 2; ++i) {
+                tokens[n].q[i] = make_uint4(0, 0, 0, 0);
+                if (!kSingle || g == 0) tokens[n].q[i] = __ldg(reinterpret_cast<const uint4*>(xq + (at + 2 * i) * 256));
+              }
+            }
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
               if (kRows > 1 && r >= unit.rows) continue;
@@ -298,41 +272,14 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
                 TileReader<type, true>(copied, lane).all(raw[0], j, j / 2);
               }
               const RawTile<type>& tile = raw[kBulk<type> ? 0 : (j * kRows + r) % kRing];
-              const OwnScales<type> own_scales(tile, lane);
-              if constexpr (kSingle) {
-                const Products p0 = products_of<type>(own_scales.row[0], in.dx[0], in.sums[0]),
-                               p1 = products_of<type>(own_scales.row[1], in.dx[0], in.sums[0]);
+              const TileScales<type> scales(tile, lane);
+              TileCodes codes;
+              decode_tile<type, kCopies>(tile, book, lane, codes);
 #pragma unroll
-                for (int b = 0; b < kTileBlocks; ++b) {
-                  int a[4];
-                  decode_codes<type, kCopies>(tile, b, book, lane, a);
-                  add_single<type>(acc[r][0], a, p0, p1, lane, (lane & 28) + b, in.code[0][b], bias);
-                }
-              } else {
-#pragma unroll
-                for (int b = 0; b < kTileBlocks; ++b) {
-                  int a[4];
-                  decode_codes<type, kCopies>(tile, b, book, lane, a);
-                  Scales s[2];
-                  const int from = (lane & 28) + b;
-#pragma unroll
-                  for (int hi = 0; hi < 2; ++hi) {
-                    const Scales& o = own_scales.row[hi];
-                    s[hi].d = from_lane(o.d, from);
-                    if (L::kHalves) s[hi].e = from_lane(o.e, from);
-                    if (L::kMin) s[hi].m0 = from_lane(o.m0, from), s[hi].m1 = from_lane(o.m1, from);
-                  }
-#pragma unroll
-                  for (int n = 0; n < NT; ++n) {
-                    const int first = 8 * t + b, second = first + 4;  // lanes 4 (2t) + b and 4 (2t + 1) + b
-                    const float2 two = make_float2(from_lane(in.dx[n], first), from_lane(in.dx[n], second));
-                    float4 two_sums = make_float4(0, 0, 0, 0);
-                    if constexpr (L::kMin)
-                      two_sums = make_float4(from_lane(in.sums[n].x, first), from_lane(in.sums[n].y, first),
-                                             from_lane(in.sums[n].x, second), from_lane(in.sums[n].y, second));
-                    add_block<type>(acc[r][n], a, s[0], s[1], lane, in.code[n][b], two, two_sums, bias);
-                  }
-                }
+              for (int n = 0; n < NT; ++n) {
+                const float first = from_lane(own[n], kSingle ? j : 8 * t + j);
+                const float2 scale = make_float2(first, kSingle ? 0.0f : from_lane(own[n], 8 * t + 4 + j));
+                add_tile<type, kSingle>(acc[r][n], codes, scales, tokens[n], scale, lane, bias);
               }
             }
           }

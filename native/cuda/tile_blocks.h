@@ -1,185 +1,330 @@
-// Block formats and many rows of activations: the kernel that walks tiles (linear.h), and its launches.
+// Block formats and many rows of activations: the kernels that walk tiles (linear.h), and their launches.
+//
+// Dense matrices: a block of four warps computes 64 MT rows of W for 8 NT tokens. Weights go from memory into the
+// registers of the one warp that needs them, activations come by bulk copies through shared memory, two tiles a stage.
+// Experts: the activations of an item stay in shared memory, so that warps take tile rows on their own.
 #pragma once
 
+#include <algorithm>
+
+#include "cuda/async_copies.h"
 #include "cuda/block_products.h"
 
 namespace ds4::cuda {
 
-__device__ __forceinline__ void copy_async(void* to, const void* from, std::integral_constant<int, 16>) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from));
-}
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to, const void* from, std::integral_constant<int, kBytes>) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from), "n"(kBytes));
-}
-
-// Many rows of activations: a block of threads computes 128 rows of W for up to 64 tokens. Weights go from memory into
-// the registers of the one warp that needs them, activations through shared memory, three tiles deep.
-template <DType type>
-struct Stage {
-  int8_t q[kTileTokens * kTileCols];   // [8 tokens][block][token][32]
-  float d[kTileTokens * kTileBlocks];  // [8 tokens][block][token]
-  float2 sums[Layout<type>::kMin ? kTileTokens * kTileBlocks : 2];
-};
+constexpr int kTileWarps = 4;
+constexpr int kStageTiles = 2;
 constexpr int kStages = 3;
-constexpr int kFewTokens = 16;
 
-// The products of a block of threads with NT times eight tokens. `fetch(i)` starts the copy of the activations of tile
-// i.
-template <DType type, int NT, int kCopies, class Fetch, class Finish>
-__device__ __forceinline__ void run_tiles(const TileReader<type>& reader, uint32_t tile0, uint32_t super0, int tiles,
-                                          const Stage<type>* stages, uint32_t book, int lane, const Fetch& fetch,
-                                          const Finish& finish) {
-  using L = Layout<type>;
-  const int t = lane % 4;
-  const Bias bias;
-  RawTile<type> raw;
-  reader.all(raw, tile0, super0);
-  float acc[NT][4], total[NT][4];
-#pragma unroll
-  for (int i = 0; i < NT * 4; ++i) acc[i / 4][i % 4] = total[i / 4][i % 4] = 0.0f;
-  for (int tile = 0; tile < tiles; ++tile) {
-    asm volatile("cp.async.wait_group 1;");
-    __syncthreads();
-    fetch(tile + 2);
-    const Stage<type>& stage = stages[tile % kStages];
-    const int ahead = min(tile + 1, tiles - 1);
-    const OwnScales<type> own(raw, lane);
-    RawTile<type> next;
-    if constexpr (L::kQ == 8)
-      reader.scales(raw, tile0 + ahead, super0 + ahead / 2);
-    else
-      reader.all(next, tile0 + ahead, super0 + ahead / 2);
-#pragma unroll
-    for (int b = 0; b < kTileBlocks; ++b) {
-      int a[4];
-      decode_codes<type, kCopies>(raw, b, book, lane, a);
-      if constexpr (L::kQ == 8) reader.quants(raw, tile0 + ahead, b);
-      Scales s[2];
-      const int from = (lane & 28) + b;
-#pragma unroll
-      for (int hi = 0; hi < 2; ++hi) {
-        s[hi].d = from_lane(own.row[hi].d, from);
-        if (L::kHalves) s[hi].e = from_lane(own.row[hi].e, from);
-        if (L::kMin) s[hi].m0 = from_lane(own.row[hi].m0, from), s[hi].m1 = from_lane(own.row[hi].m1, from);
-      }
-#pragma unroll
-      for (int i = 0; i < NT; ++i) {
-        const int at = i * kTileBlocks + b;
-        const uint2 code = reinterpret_cast<const uint2*>(stage.q)[at * 32 + lane];
-        const float2 dx = reinterpret_cast<const float2*>(stage.d)[at * 4 + t];
-        float4 sums = make_float4(0, 0, 0, 0);
-        if constexpr (L::kMin) sums = reinterpret_cast<const float4*>(stage.sums)[at * 4 + t];
-        add_block<type>(acc[i], a, s[0], s[1], lane, code, dx, sums, bias);
-      }
-    }
-    if constexpr (L::kQ != 8) raw = next;
-    if (tile % kChainTiles == kChainTiles - 1 || tile == tiles - 1) {
-      const bool start = tile < kChainTiles;
-#pragma unroll
-      for (int i = 0; i < NT * 4; ++i) {
-        float &sum = total[i / 4][i % 4], &chain = acc[i / 4][i % 4];
-        sum = start ? chain : sum + chain;
-        chain = 0.0f;
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < NT; ++i)
-#pragma unroll
-    for (int k = 0; k < 2; ++k) finish(i * 8 + 2 * t + k, total[i][k], total[i][2 + k]);
-}
+// Activations of 8 NT tokens in shared memory, as they stand in memory (activations.h).
+template <DType type, int NT>
+struct Stage {
+  alignas(16) int8_t q[NT][kStageTiles * 1024];
+  alignas(16) float d[NT][kStageTiles * 8];
+  alignas(16) uint32_t sums[Layout<type>::kMin ? NT : 1][kStageTiles * 32];
+};
+template <DType type, int MT, int NT>
+struct TileMemory {
+  Stage<type, NT> stages[kStages];
+  float4 totals[MT * NT][32 * kTileWarps];
+  uint64_t arrivals[kStages];
+};
 
-// kFew: up to 16 tokens, with registers for more blocks of threads; of the experts' items each kernel takes its own.
-template <DType type, bool kFew>
-__global__ void __launch_bounds__(kBlockThreads, kFew ? 3 : 2) tile_blocks(Planes w, Activations x, LinearArgs p) {
+template <DType type, int MT, int NT>
+__global__ void __launch_bounds__(32 * kTileWarps, MT* NT > 8 ? 2 : 4)
+    tile_blocks(Planes w, Activations x, LinearArgs p) {
   using L = Layout<type>;
   constexpr int kCopies = type == DType::IQ2_XXS ? 8 : 0;
-  __shared__ alignas(16) Stage<type> stages[kStages];
+  extern __shared__ uint4 dynamic[];
+  auto& memory = *reinterpret_cast<TileMemory<type, MT, NT>*>(dynamic);
   __shared__ Grid<kCopies> grid;
-  begin_kernel();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int slab, n, tile_row, first = 0;
-  if (p.items) {
-    const ExpertItem item = p.items[blockIdx.y];
-    slab = item.expert, n = item.count, first = item.first;
-    tile_row = static_cast<int>(blockIdx.x) * kBlockWarps + warp;
-    if (n == 0 || (n <= kFewTokens) != kFew) return;
-  } else {
-    constexpr int tokens = kFew ? kFewTokens : kTileTokens;
-    slab = static_cast<int>(blockIdx.z);
-    first = static_cast<int>(blockIdx.x) * tokens;
-    n = min(tokens, static_cast<int>(p.T) - first);
-    tile_row = static_cast<int>(blockIdx.y) * kBlockWarps + warp;
-  }
-  const auto pair_of = [&](int i) { return p.items ? p.order[first + min(i, n - 1)] : first + min(i, n - 1); };
-  const int64_t column = p.items ? 0 : slab * (p.cols / 32);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int slab = static_cast<int>(blockIdx.z), group0 = static_cast<int>(blockIdx.x) * NT;
+  const int here = min(NT, static_cast<int>((p.T + 7) / 8) - group0);
+  const int tile_row = (static_cast<int>(blockIdx.y) * kTileWarps + warp) * MT;
   grid.fill(w);
+  if (threadIdx.x == 0) {
+    for (uint64_t& a : memory.arrivals) init_barrier(shared_address(&a));
+    fence_barriers();
+  }
+  __syncthreads();
 
-  // Each thread copies one block of one token of every tile.
-  const int slot = threadIdx.x / kTileBlocks, own_block = threadIdx.x % kTileBlocks;
-  const int place = (slot / 8 * kTileBlocks + own_block) * 8 + slot % 8;
-  const int token = pair_of(slot) / (p.items ? p.per_row : 1);
-  const int64_t source = (token >> 3) * x.blocks * 8 + (token & 7) + (column + own_block) * 8;
-  const int slots = kFew ? (n <= 8 ? 8 : 16) : (n <= 32 ? 32 : 64);
-  const auto fetch = [&](int tile) {
-    if (tile < p.tiles_k && slot < slots) {
-      Stage<type>& to = stages[tile % kStages];
-      const int64_t from = source + static_cast<int64_t>(tile) * kTileBlocks * 8;
-      copy_async(to.q + place * 32, x.q + from * 32, std::integral_constant<int, 16>{});
-      copy_async(to.q + place * 32 + 16, x.q + from * 32 + 16, std::integral_constant<int, 16>{});
-      copy_async(to.d + place, x.d + from, std::integral_constant<int, 4>{});
-      if constexpr (L::kMin) copy_async(to.sums + place, x.sums + from, std::integral_constant<int, 8>{});
-    }
-    asm volatile("cp.async.commit_group;");
+  const TileReader<type> reader(w, lane);
+  uint32_t tile0[MT], super0[MT];
+  RawTile<type> raw[2][MT];
+#pragma unroll
+  for (int m = 0; m < MT; ++m) {
+    const auto row = static_cast<uint32_t>(slab * p.tiles_m + min(tile_row + m, p.tiles_m - 1));
+    tile0[m] = row * p.tiles_k, super0[m] = row * (p.tiles_k / 2);
+    reader.all(raw[0][m], tile0[m], super0[m]);
+  }
+  begin_kernel();
+
+  // Lane n of the first warp copies the activations of the n-th eight tokens.
+  const int stages = (p.tiles_k + kStageTiles - 1) / kStageTiles;
+  const int64_t block0 = (group0 + min(lane, here - 1)) * x.blocks + slab * (p.cols / 32);
+  const auto fetch = [&](int stage) {
+    if (warp != 0 || stage >= stages) return;
+    Stage<type, NT>& to = memory.stages[stage % kStages];
+    const uint32_t barrier = shared_address(&memory.arrivals[stage % kStages]);
+    const int tiles = min(kStageTiles, p.tiles_k - stage * kStageTiles), each = tiles * (L::kMin ? 1184 : 1056);
+    if (lane == 0) expect_bytes(barrier, each * here);
+    __syncwarp();
+    if (lane >= here) return;
+    const int64_t block = block0 + stage * (kStageTiles * kTileBlocks);
+    copy_bulk(shared_address(to.q[lane]), reinterpret_cast<const uint8_t*>(x.q + block * 256), tiles * 1024, barrier);
+    copy_bulk(shared_address(to.d[lane]), reinterpret_cast<const uint8_t*>(x.d + block * 2), tiles * 32, barrier);
+    if constexpr (L::kMin)
+      copy_bulk(shared_address(to.sums[lane]), reinterpret_cast<const uint8_t*>(x.sums + block * 8), tiles * 128,
+                barrier);
   };
-  fetch(0);
-  fetch(1);
-  const auto row = static_cast<uint32_t>(slab * p.tiles_m + min(tile_row, p.tiles_m - 1));
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) fetch(stage);
+
+  const uint32_t book = grid.address(lane);
+  const Bias bias;
+  float acc[MT][NT][4];
+#pragma unroll
+  for (int i = 0; i < MT * NT * 4; ++i) acc[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
+  float4* const totals = &memory.totals[0][threadIdx.x];
+  for (int stage = 0; stage < stages; ++stage) {
+    wait_for(shared_address(&memory.arrivals[stage % kStages]), stage / kStages & 1);
+    const Stage<type, NT>& from = memory.stages[stage % kStages];
+#pragma unroll
+    for (int k = 0; k < kStageTiles; ++k) {
+      const int tile = stage * kStageTiles + k, ahead = min(tile + 1, p.tiles_k - 1);
+      if (tile >= p.tiles_k) break;
+#pragma unroll
+      for (int m = 0; m < MT; ++m) reader.all(raw[k ^ 1][m], tile0[m] + ahead, super0[m] + ahead / 2);
+      TileCodes codes[MT];
+#pragma unroll
+      for (int m = 0; m < MT; ++m) decode_tile<type, kCopies>(raw[k][m], book, lane, codes[m]);
+      const auto add_all = [&](int m, const TileScales<type>& scales, int n) {
+        TileTokens tokens;
+        const uint4* q = reinterpret_cast<const uint4*>(from.q[n] + k * 1024) + lane;
+        tokens.q[0] = q[0], tokens.q[1] = q[32];
+        if constexpr (L::kMin) tokens.sums = from.sums[n][k * 32 + t * 8 + g];
+        const float2 scale = *reinterpret_cast<const float2*>(from.d[n] + k * 8 + 2 * t);
+        add_tile<type>(acc[m][n], codes[m], scales, tokens, scale, lane, bias);
+      };
+      if constexpr (MT == 1) {
+        const TileScales<type> scales(raw[k][0], lane);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) add_all(0, scales, n);
+      } else {
+        const TileScales<type> first(raw[k][0], lane), second(raw[k][1], lane);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) add_all(0, first, n), add_all(1, second, n);
+      }
+      if (tile % kChainTiles == kChainTiles - 1 && tile != p.tiles_k - 1) {
+#pragma unroll
+        for (int i = 0; i < MT * NT; ++i) {
+          float (&v)[4] = acc[i / NT][i % NT];
+          float4& total = totals[i * (32 * kTileWarps)];
+          float4 sum = make_float4(v[0], v[1], v[2], v[3]);
+          if (tile >= kChainTiles) {
+            const float4 before = total;
+            sum = make_float4(before.x + v[0], before.y + v[1], before.z + v[2], before.w + v[3]);
+          }
+          total = sum;
+          v[0] = v[1] = v[2] = v[3] = 0.0f;
+        }
+      }
+    }
+    __syncthreads();
+    fetch(stage + kStages);
+  }
+#pragma unroll
+  for (int i = 0; i < MT * NT; ++i) {
+    float (&v)[4] = acc[i / NT][i % NT];
+    if (p.tiles_k > kChainTiles) {
+      const float4 before = totals[i * (32 * kTileWarps)];
+      v[0] = before.x + v[0], v[1] = before.y + v[1], v[2] = before.z + v[2], v[3] = before.w + v[3];
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int64_t token = (group0 + i % NT) * 8 + 2 * t + k;
+      if (token < p.T && tile_row + i / NT < p.tiles_m)
+        finish_pair(p, slab, tile_row + i / NT, g, token, v[k], v[2 + k]);
+    }
+  }
+}
+
+// ---- experts
+
+// Bytes of a token's activations in shared memory.
+template <DType type>
+constexpr int kTokenTileBytes = Layout<type>::kMin ? 148 : 132;
+
+// The tile rows of one warp, for the tokens in shared memory: q [8 tokens][tiles][1024], d [8 tokens][tiles][8], sums
+// [8 tokens][tiles][32].
+template <DType type, int NT, int kCopies, class Finish>
+__device__ __forceinline__ void walk_rows(const Planes& w, const LinearArgs& p, int slab, int first_row, int step,
+                                          const int8_t* q, const float* d, const uint32_t* sums, uint32_t book,
+                                          int lane, const Finish& finish) {
+  using L = Layout<type>;
+  constexpr int kRing = type == DType::IQ2_XXS ? 4 : L::kQ == 8 ? 1 : 2;  // tiles on their way
+  const int tiles = p.tiles_k, g = lane / 4, t = lane % 4;
+  const TileReader<type> reader(w, lane);
+  const Bias bias;
+  RawTile<type> raw[kRing];
+  const auto load = [&](int row, int tile, RawTile<type>& to) {
+    const auto at = static_cast<uint32_t>(slab * p.tiles_m + row);
+    reader.all(to, at * tiles + tile, at * (tiles / 2) + tile / 2);
+  };
+#pragma unroll
+  for (int i = 0; i < kRing; ++i)
+    if (first_row < p.tiles_m && i < tiles) load(first_row, i, raw[i]);
+  q += lane * 16, d += 2 * t, sums += t * 8 + g;
+  for (int row = first_row; row < p.tiles_m; row += step) {
+    const int next_row = min(row + step, p.tiles_m - 1);
+    float total[NT][4];
+    for (int tile0 = 0; tile0 < tiles; tile0 += kChainTiles) {
+      float acc[NT][4];
+#pragma unroll
+      for (int i = 0; i < NT * 4; ++i) acc[i / 4][i % 4] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kChainTiles; ++j) {
+        const int tile = tile0 + j;
+        if (tile >= tiles) break;
+        RawTile<type>& own = raw[j % kRing];
+        const TileScales<type> scales(own, lane);
+        TileCodes codes;
+        decode_tile<type, kCopies>(own, book, lane, codes);
+        if (tile + kRing < tiles)
+          load(row, tile + kRing, own);
+        else
+          load(next_row, j % kRing, own);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          const int at = n * tiles + tile;
+          TileTokens tokens;
+          const uint4* from = reinterpret_cast<const uint4*>(q + at * 1024);
+          tokens.q[0] = from[0], tokens.q[1] = from[32];
+          if constexpr (L::kMin) tokens.sums = sums[at * 32];
+          add_tile<type>(acc[n], codes, scales, tokens, *reinterpret_cast<const float2*>(d + at * 8), lane, bias);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < NT * 4; ++i) {
+        float& sum = total[i / 4][i % 4];
+        sum = tile0 == 0 ? acc[i / 4][i % 4] : sum + acc[i / 4][i % 4];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int k = 0; k < 2; ++k) finish(row, n * 8 + 2 * t + k, total[n][k], total[n][2 + k]);
+  }
+}
+
+// kFew: up to 16 tokens, two blocks of threads a multiprocessor; each kernel takes its own of the items.
+constexpr int kFewTokens = 16;
+template <bool kFew>
+constexpr int kItemWarps = kFew ? 8 : 16;
+
+template <DType type, bool kFew>
+__global__ void __launch_bounds__(32 * kItemWarps<kFew>, kFew ? 2 : 1)
+    item_blocks(Planes w, Activations x, LinearArgs p) {
+  using L = Layout<type>;
+  constexpr int kCopies = type == DType::IQ2_XXS ? 16 : 0, kMost = kFew ? kFewTokens : kItemTokens;
+  extern __shared__ uint4 dynamic[];
+  __shared__ Grid<kCopies> grid;
+  __shared__ int32_t pairs[kMost];
+  begin_kernel();
+  const ExpertItem item = p.items[blockIdx.y];
+  const int n = item.count, warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = p.tiles_k;
+  if (n == 0 || (n <= kFewTokens) != kFew) return;
+  grid.fill(w);
+  if (threadIdx.x < n) pairs[threadIdx.x] = p.order[item.first + threadIdx.x];
+  __syncthreads();
+  const int groups = (n + 7) / 8;
+  auto* q = reinterpret_cast<int8_t*>(dynamic);
+  auto* d = reinterpret_cast<float*>(q + groups * tiles * 1024);
+  auto* sums = reinterpret_cast<uint32_t*>(d + groups * tiles * 8);
+  const int threads = static_cast<int>(blockDim.x);
+  for (int i = threadIdx.x; i < n * tiles * 8; i += threads) {
+    const int in = i / (tiles * 8), pair = i / 4 % (tiles * 2), quarter = i % 4, row = pairs[in] / p.per_row;
+    copy_async(q + (in / 8 * tiles * 2 + pair) * 512 + in % 8 * 64 + quarter * 16,
+               x.q + (static_cast<int64_t>(row >> 3) * (x.blocks / 2) + pair) * 512 + (row & 7) * 64 + quarter * 16,
+               std::integral_constant<int, 16>{});
+  }
+  for (int i = threadIdx.x; i < n * tiles; i += threads) {
+    const int in = i / tiles, tile = i % tiles, row = pairs[in] / p.per_row;
+    copy_async(d + (in / 8 * tiles + tile) * 8 + in % 8,
+               x.d + (static_cast<int64_t>(row >> 3) * (x.blocks / 4) + tile) * 8 + (row & 7),
+               std::integral_constant<int, 4>{});
+  }
+  if constexpr (L::kMin)
+    for (int i = threadIdx.x; i < n * tiles * 4; i += threads) {
+      const int in = i / (tiles * 4), block = i % (tiles * 4), row = pairs[in] / p.per_row;
+      copy_async(sums + (in / 8 * tiles * 4 + block) * 8 + in % 8,
+                 x.sums + (static_cast<int64_t>(row >> 3) * x.blocks + block) * 8 + (row & 7),
+                 std::integral_constant<int, 4>{});
+    }
+  wait_for_copies();
+  __syncthreads();
   const auto run = [&](auto nt) {
-    run_tiles<type, decltype(nt)::value, kCopies>(TileReader<type>(w, lane), row * p.tiles_k, row * (p.tiles_k / 2),
-                                                  p.tiles_k, stages, grid.address(lane), lane, fetch,
-                                                  [&](int in, float v0, float v1) {
-                                                    if (in < n && tile_row < p.tiles_m)
-                                                      finish_pair(p, slab, tile_row, lane / 4, pair_of(in), v0, v1);
+    walk_rows<type, decltype(nt)::value, kCopies>(w, p, item.expert,
+                                                  static_cast<int>(blockIdx.x) * kItemWarps<kFew> + warp,
+                                                  static_cast<int>(gridDim.x) * kItemWarps<kFew>, q, d, sums,
+                                                  grid.address(lane), lane, [&](int row, int in, float v0, float v1) {
+                                                    if (in < n)
+                                                      finish_pair(p, item.expert, row, lane / 4, pairs[in], v0, v1);
                                                   });
   };
   if constexpr (kFew) {
-    if (slots == 8)
+    if (groups == 1)
       run(std::integral_constant<int, 1>{});
     else
       run(std::integral_constant<int, 2>{});
   } else {
-    if (slots <= 32)
-      run(std::integral_constant<int, 4>{});
+    if (groups == 3)
+      run(std::integral_constant<int, 3>{});
     else
-      run(std::integral_constant<int, 8>{});
+      run(std::integral_constant<int, 4>{});
   }
-  asm volatile("cp.async.wait_group 0;");
 }
 
-// The experts' work items, sorted by plan_experts.
+// ---- launches
+
+inline void allow_shared(const void* kernel, int64_t bytes) {
+  if (bytes > 40 * 1024)
+    DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+}
+
+// Experts' items, planned by plan_experts (moe.cu).
 template <DType type>
 void launch_item_tiles(const Device& device, const Planes& w, const Activations& x, const LinearArgs& p) {
-  const dim3 grid(static_cast<unsigned>((p.tiles_m + kBlockWarps - 1) / kBlockWarps), static_cast<unsigned>(p.n_items));
-  launch_kernel(device.stream(), grid, kBlockThreads, 0, tile_blocks<type, true>, w, x, p);
-  if (p.width > kFewTokens) launch_kernel(device.stream(), grid, kBlockThreads, 0, tile_blocks<type, false>, w, x, p);
+  const auto run = [&](auto kernel, int warps, int tokens) {
+    const int64_t bytes = static_cast<int64_t>(tokens) * p.tiles_k * kTokenTileBytes<type>;
+    allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+    // About four tile rows a warp: the activations are copied seldom, and the last blocks of threads end together.
+    const int slices = std::max(1, p.tiles_m / (4 * warps));
+    launch_kernel(device.stream(), dim3(static_cast<unsigned>(slices), static_cast<unsigned>(p.n_items)),
+                  static_cast<unsigned>(32 * warps), static_cast<size_t>(bytes), kernel, w, x, p);
+  };
+  run(item_blocks<type, true>, kItemWarps<true>, std::min(p.width, kFewTokens));
+  if (p.width > kFewTokens) run(item_blocks<type, false>, kItemWarps<false>, p.width);
 }
 
 template <DType type>
 void launch_tiles(const Device& device, const Planes& w, const Activations& x, const LinearArgs& p) {
-  const auto tile_rows = static_cast<unsigned>((p.tiles_m + kBlockWarps - 1) / kBlockWarps);
-  const auto run = [&](auto kernel, int64_t tokens) {
-    const dim3 grid(static_cast<unsigned>((p.T + tokens - 1) / tokens), tile_rows, static_cast<unsigned>(p.slabs));
-    launch_kernel(device.stream(), grid, kBlockThreads, 0, kernel, w, x, p);
+  const auto run = [&](auto rows, auto groups) {
+    constexpr int MT = decltype(rows)::value, NT = decltype(groups)::value;
+    constexpr auto kernel = tile_blocks<type, MT, NT>;
+    constexpr int bytes = sizeof(TileMemory<type, MT, NT>);
+    allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+    const dim3 grid(static_cast<unsigned>((p.T + 8 * NT - 1) / (8 * NT)),
+                    static_cast<unsigned>((p.tiles_m + kTileWarps * MT - 1) / (kTileWarps * MT)),
+                    static_cast<unsigned>(p.slabs));
+    launch_kernel(device.stream(), grid, 32 * kTileWarps, bytes, kernel, w, x, p);
   };
   // Enough blocks of threads for the device, weights read as seldom as that allows.
-  if ((p.T + kTileTokens - 1) / kTileTokens * tile_rows * p.slabs >= device.multiprocessors())
-    run(tile_blocks<type, false>, kTileTokens);
+  if ((p.T + 63) / 64 * ((p.tiles_m + 2 * kTileWarps - 1) / (2 * kTileWarps)) * p.slabs >= device.multiprocessors())
+    run(std::integral_constant<int, 2>{}, std::integral_constant<int, 8>{});
   else
-    run(tile_blocks<type, true>, kFewTokens);
+    run(std::integral_constant<int, 1>{}, std::integral_constant<int, 2>{});
 }
 
 }  // namespace ds4::cuda
