@@ -35,18 +35,6 @@ __device__ __forceinline__ void multiply_sums(int (&c)[4], uint32_t a0, uint32_t
       : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
       : "r"(a0), "r"(a1), "r"(b), "r"(start[0]), "r"(start[1]), "r"(start[2]), "r"(start[3]));
 }
-// A start of sums that makes them the bits of a float: 1.5 * 2^23 plus the sum. The four registers are opaque to the
-// compiler, which would else write them anew for every product.
-struct Bias {
-  int v[4];
-  __device__ __forceinline__ Bias() {
-#pragma unroll
-    for (int& x : v) asm volatile("mov.b32 %0, 0x4B400000;" : "=r"(x));
-  }
-};
-__device__ __forceinline__ float sum_of(int c) {
-  return __int_as_float(c) - 12582912.0f;  // exact: sums are below 2^22
-}
 // The operand with the columns of the other half of the block taken out.
 __device__ __forceinline__ void half_of(const int (&a)[4], bool keep, int (&to)[4]) {
 #pragma unroll
@@ -111,7 +99,7 @@ struct TileTokens {
 // there is one token only, in column 0 of lanes with t = 0.
 template <DType type, bool kSingle = false>
 __device__ __forceinline__ void add_tile(float (&acc)[4], const TileCodes& codes, const TileScales<type>& s,
-                                         const TileTokens& tokens, float2 x, int lane, const Bias& bias) {
+                                         const TileTokens& tokens, float2 x, int lane) {
   using L = Layout<type>;
   constexpr int kStep = kSingle ? 2 : 1;
   constexpr int zero[4] = {0, 0, 0, 0};
@@ -162,10 +150,10 @@ __device__ __forceinline__ void add_tile(float (&acc)[4], const TileCodes& codes
 #pragma unroll
     for (int b = 0; b < kTileBlocks; ++b) {
       int c[4];
-      multiply(c, codes.a[b], b0[b], b1[b], bias.v);
+      multiply(c, codes.a[b], b0[b], b1[b], zero);
 #pragma unroll
       for (int i = 0; i < 4; i += kStep)
-        f[i] = b == 0 ? sum_of(c[i]) * s.d[b][i / 2] : fmaf(sum_of(c[i]), s.d[b][i / 2], f[i]);
+        f[i] = b == 0 ? static_cast<float>(c[i]) * s.d[b][i / 2] : fmaf(static_cast<float>(c[i]), s.d[b][i / 2], f[i]);
       if constexpr (L::kMin) {
         const uint32_t all = lane % 4 == b ? 0x01011010u : 0u;  // the sum of the block's codes
         multiply_sums(c, all, all, tokens.sums, zero);

@@ -115,7 +115,7 @@ bool with_block_format(DType type, F&& f) {
 template <int kQ>
 constexpr int64_t quant_word(int64_t tile, int slot, int t, int block, int part) {
   const int lane = slot % 8 * 4 + t, hi = slot / 8;
-  if (kQ == 8) return tile * 512 + (block * 32 + lane) * 4 + hi * 2 + part;
+  if (kQ == 8) return tile * 512 + (block * 32 + lane) * 4 + part * 2 + hi;
   if (kQ == 4) return tile * 256 + (hi * 32 + lane) * 4 + block;
   return tile * 128 + lane * 4 + hi * 2 + part;
 }
@@ -176,6 +176,10 @@ struct TileReader {
         h(p.h + lane * (8 * L::kH)),
         s(p.s + lane / 4 * (2 * L::kS)),
         d(p.d + lane / 4 * (2 * L::kD)) {}
+  // Counts tiles from the `by`th on; an even number where superblocks are two tiles.
+  __device__ __forceinline__ void advance(int64_t by) {
+    q += by * (256 * L::kQ), h += by * (256 * L::kH), s += by * (16 * L::kS), d += by / 2 * (16 * L::kD);
+  }
   __device__ __forceinline__ void quants(RawTile<type>& r, uint32_t tile, int load) const {
     const uint4* from = reinterpret_cast<const uint4*>(q + static_cast<uint64_t>(tile) * (256 * L::kQ)) + 32 * load;
     const uint4 v = kShared ? *from : stream_load(from);
@@ -244,7 +248,7 @@ __device__ __forceinline__ void decode_codes(const RawTile<type>& r, int block, 
   for (int hi = 0; hi < 2; ++hi) {
     uint32_t w[2];
     if constexpr (L::kQ == 8) {
-      w[0] = r.q[4 * block + 2 * hi], w[1] = r.q[4 * block + 2 * hi + 1];
+      w[0] = r.q[4 * block + hi], w[1] = r.q[4 * block + 2 + hi];
     } else if constexpr (table) {
       const uint32_t v = r.q[4 * hi + block];
 #pragma unroll
@@ -326,8 +330,9 @@ template <DType type>
 __device__ __forceinline__ int integer_scale(const RawTile<type>& r, int hi, int block, int half) {
   static_assert(Layout<type>::kInteger && type != DType::Q2_K);
   if constexpr (type == DType::IQ2_XXS) {
-    const int at = 16 * hi + 4 * block;
-    return static_cast<int>((at ? r.s[0] >> (at - 1) : r.s[0] << 1) & 30u | 1u);
+    // Of blocks 0 and 2, or 1 and 3, of both rows: 2 n + 1.
+    const uint32_t odd = (block % 2 ? r.s[0] >> 3 : r.s[0] << 1) & 0x1E1E1E1Eu | 0x01010101u;
+    return static_cast<int>(permute(odd, 0, 0x4440u + static_cast<uint32_t>(2 * hi + block / 2)));
   } else {
     const uint32_t s = r.s[2 * hi + block / 2] >> (16 * (block % 2) + 8 * half) & 255u;
     return Layout<type>::kHalves ? static_cast<int8_t>(s) : static_cast<int>(s);

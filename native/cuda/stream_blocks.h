@@ -209,7 +209,6 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
     __syncthreads();
   }
   const uint32_t book = grid.address(lane);
-  const Bias bias;
   if (!p.experts) begin_kernel();
 
   int buffer = 0;  // also the stage of the unit
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
               for (int n = 0; n < NT; ++n) {
                 const float first = from_lane(own[n], kSingle ? j : 8 * t + j);
                 const float2 scale = make_float2(first, kSingle ? 0.0f : from_lane(own[n], 8 * t + 4 + j));
-                add_tile<type, kSingle>(acc[r][n], codes, scales, tokens[n], scale, lane, bias);
+                add_tile<type, kSingle>(acc[r][n], codes, scales, tokens[n], scale, lane);
               }
             }
           }

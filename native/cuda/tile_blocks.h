@@ -82,7 +82,6 @@ __global__ void __launch_bounds__(32 * kTileWarps, MT* NT > 8 ? 2 : 4)
   for (int stage = 0; stage < kStages; ++stage) fetch(stage);
 
   const uint32_t book = grid.address(lane);
-  const Bias bias;
   float acc[MT][NT][4];
 #pragma unroll
   for (int i = 0; i < MT * NT * 4; ++i) acc[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
@@ -105,7 +104,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, MT* NT > 8 ? 2 : 4)
         tokens.q[0] = q[0], tokens.q[1] = q[32];
         if constexpr (L::kMin) tokens.sums = from.sums[n][k * 32 + t * 8 + g];
         const float2 scale = *reinterpret_cast<const float2*>(from.d[n] + k * 8 + 2 * t);
-        add_tile<type>(acc[m][n], codes[m], scales, tokens, scale, lane, bias);
+        add_tile<type>(acc[m][n], codes[m], scales, tokens, scale, lane);
       };
       if constexpr (MT == 1) {
         const TileScales<type> scales(raw[k][0], lane);
@@ -156,54 +155,58 @@ __global__ void __launch_bounds__(32 * kTileWarps, MT* NT > 8 ? 2 : 4)
 template <DType type>
 constexpr int kTokenTileBytes = Layout<type>::kMin ? 148 : 132;
 
-// The tile rows of one warp, for the tokens in shared memory: q [8 tokens][tiles][1024], d [8 tokens][tiles][8], sums
-// [8 tokens][tiles][32].
+// `rows` tile rows of one warp from `row` on, one after the other in memory, for the tokens in shared memory:
+// q [tiles][8 NT tokens][128], d [tiles][8 NT], sums [tiles][NT][32].
 template <DType type, int NT, int kCopies, class Finish>
-__device__ __forceinline__ void walk_rows(const Planes& w, const LinearArgs& p, int slab, int first_row, int step,
+__device__ __forceinline__ void walk_rows(const Planes& w, int tiles, int64_t slab_row, int row, int rows,
                                           const int8_t* q, const float* d, const uint32_t* sums, uint32_t book,
                                           int lane, const Finish& finish) {
   using L = Layout<type>;
   constexpr int kRing = type == DType::IQ2_XXS ? 4 : L::kQ == 8 ? 1 : 2;  // tiles on their way
-  const int tiles = p.tiles_k, g = lane / 4, t = lane % 4;
-  const TileReader<type> reader(w, lane);
-  const Bias bias;
+  const int g = lane / 4, t = lane % 4;
+  TileReader<type> reader(w, lane);
   RawTile<type> raw[kRing];
-  const auto load = [&](int row, int tile, RawTile<type>& to) {
-    const auto at = static_cast<uint32_t>(slab * p.tiles_m + row);
-    reader.all(to, at * tiles + tile, at * (tiles / 2) + tile / 2);
-  };
+  const int64_t first = (slab_row + row) * tiles, all = static_cast<int64_t>(rows) * tiles;
+  reader.advance(first);
 #pragma unroll
   for (int i = 0; i < kRing; ++i)
-    if (first_row < p.tiles_m && i < tiles) load(first_row, i, raw[i]);
+    if (i < all) reader.all(raw[i], i, i / 2);
   q += lane * 16, d += 2 * t, sums += t * 8 + g;
-  for (int row = first_row; row < p.tiles_m; row += step) {
-    const int next_row = min(row + step, p.tiles_m - 1);
+  int left = static_cast<int>(all);  // tiles from here to the end
+  for (int end = row + rows; row < end; ++row) {
     float total[NT][4];
     for (int tile0 = 0; tile0 < tiles; tile0 += kChainTiles) {
+      const int here = min(kChainTiles, tiles - tile0);
       float acc[NT][4];
 #pragma unroll
       for (int i = 0; i < NT * 4; ++i) acc[i / 4][i % 4] = 0.0f;
+      const int8_t* const chain_q = q + tile0 * (NT * 1024);
+      const float* const chain_d = d + tile0 * (NT * 8);
+      const uint32_t* const chain_sums = sums + tile0 * (NT * 32);
 #pragma unroll
       for (int j = 0; j < kChainTiles; ++j) {
-        const int tile = tile0 + j;
-        if (tile >= tiles) break;
+        if (j >= here) break;
         RawTile<type>& own = raw[j % kRing];
         const TileScales<type> scales(own, lane);
         TileCodes codes;
         decode_tile<type, kCopies>(own, book, lane, codes);
-        if (tile + kRing < tiles)
-          load(row, tile + kRing, own);
-        else
-          load(next_row, j % kRing, own);
+        if (j + kRing < left) reader.all(own, j + kRing, (j + kRing) / 2);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-          const int at = n * tiles + tile;
           TileTokens tokens;
-          const uint4* from = reinterpret_cast<const uint4*>(q + at * 1024);
+          const uint4* from = reinterpret_cast<const uint4*>(chain_q + (j * NT + n) * 1024);
           tokens.q[0] = from[0], tokens.q[1] = from[32];
-          if constexpr (L::kMin) tokens.sums = sums[at * 32];
-          add_tile<type>(acc[n], codes, scales, tokens, *reinterpret_cast<const float2*>(d + at * 8), lane, bias);
+          if constexpr (L::kMin) tokens.sums = chain_sums[(j * NT + n) * 32];
+          add_tile<type>(acc[n], codes, scales, tokens, *reinterpret_cast<const float2*>(chain_d + (j * NT + n) * 8),
+                         lane);
         }
+      }
+      left -= here;
+      reader.advance(here);
+      if (here % kRing != 0) {  // the next tiles belong to other places of the ring
+#pragma unroll
+        for (int i = 0; i < kRing; ++i)
+          if (i < left) reader.all(raw[i], i, i / 2);
       }
 #pragma unroll
       for (int i = 0; i < NT * 4; ++i) {
@@ -245,32 +248,35 @@ __global__ void __launch_bounds__(32 * kItemWarps<kFew>, kFew ? 2 : 1)
   const int threads = static_cast<int>(blockDim.x);
   for (int i = threadIdx.x; i < n * tiles * 8; i += threads) {
     const int in = i / (tiles * 8), pair = i / 4 % (tiles * 2), quarter = i % 4, row = pairs[in] / p.per_row;
-    copy_async(q + (in / 8 * tiles * 2 + pair) * 512 + in % 8 * 64 + quarter * 16,
+    copy_async(q + ((pair / 2 * groups + in / 8) * 2 + pair % 2) * 512 + in % 8 * 64 + quarter * 16,
                x.q + (static_cast<int64_t>(row >> 3) * (x.blocks / 2) + pair) * 512 + (row & 7) * 64 + quarter * 16,
                std::integral_constant<int, 16>{});
   }
   for (int i = threadIdx.x; i < n * tiles; i += threads) {
     const int in = i / tiles, tile = i % tiles, row = pairs[in] / p.per_row;
-    copy_async(d + (in / 8 * tiles + tile) * 8 + in % 8,
+    copy_async(d + (tile * groups + in / 8) * 8 + in % 8,
                x.d + (static_cast<int64_t>(row >> 3) * (x.blocks / 4) + tile) * 8 + (row & 7),
                std::integral_constant<int, 4>{});
   }
   if constexpr (L::kMin)
     for (int i = threadIdx.x; i < n * tiles * 4; i += threads) {
       const int in = i / (tiles * 4), block = i % (tiles * 4), row = pairs[in] / p.per_row;
-      copy_async(sums + (in / 8 * tiles * 4 + block) * 8 + in % 8,
+      copy_async(sums + ((block / 4 * groups + in / 8) * 4 + block % 4) * 8 + in % 8,
                  x.sums + (static_cast<int64_t>(row >> 3) * x.blocks + block) * 8 + (row & 7),
                  std::integral_constant<int, 4>{});
     }
   wait_for_copies();
   __syncthreads();
+  // The warps of all blocks of threads share the tile rows.
+  const int walkers = static_cast<int>(gridDim.x) * kItemWarps<kFew>, each = (p.tiles_m + walkers - 1) / walkers;
+  const int row = (static_cast<int>(blockIdx.x) * kItemWarps<kFew> + warp) * each, rows = min(each, p.tiles_m - row);
+  if (rows <= 0) return;
   const auto run = [&](auto nt) {
-    walk_rows<type, decltype(nt)::value, kCopies>(w, p, item.expert,
-                                                  static_cast<int>(blockIdx.x) * kItemWarps<kFew> + warp,
-                                                  static_cast<int>(gridDim.x) * kItemWarps<kFew>, q, d, sums,
-                                                  grid.address(lane), lane, [&](int row, int in, float v0, float v1) {
+    walk_rows<type, decltype(nt)::value, kCopies>(w, tiles, static_cast<int64_t>(item.expert) * p.tiles_m, row, rows, q,
+                                                  d, sums, grid.address(lane), lane,
+                                                  [&](int at, int in, float v0, float v1) {
                                                     if (in < n)
-                                                      finish_pair(p, item.expert, row, lane / 4, pairs[in], v0, v1);
+                                                      finish_pair(p, item.expert, at, lane / 4, pairs[in], v0, v1);
                                                   });
   };
   if constexpr (kFew) {
