@@ -1,52 +1,13 @@
-// Timings on the GPU. Operations are captured into a graph and replayed, so that launch gaps do not count; weights are
-// random blocks made on the device, enough copies of each that no cache holds them.
-#include <cuda_runtime.h>
-
+// Timings on the GPU; weights are random blocks made on the device, enough copies of each that no cache holds them.
 #include <algorithm>
-#include <functional>
 
 #include "common.h"
 #include "cuda/cuda.h"
 #include "random_models.h"
+#include "timing.h"
 
 namespace ds4::gpu {
 namespace {
-
-void must(cudaError_t e, const char* what) {
-  if (e != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(e));
-}
-
-// Median microseconds of one call of `once`; `calls` calls are one graph.
-double time_op(Ops& ops, int calls, const std::function<void(int)>& once) {
-  auto* stream = static_cast<cudaStream_t>(cuda_stream(ops));
-  for (int i = 0; i < std::min(calls, 3); ++i) once(i);  // workspaces get their size
-  must(cudaStreamSynchronize(stream), "warm up");
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "begin capture");
-  for (int i = 0; i < calls; ++i) once(i);
-  must(cudaStreamEndCapture(stream, &graph), "end capture");
-  must(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-  cudaEvent_t a, b;
-  must(cudaEventCreate(&a), "event");
-  must(cudaEventCreate(&b), "event");
-  std::vector<float> ms;
-  for (int i = 0; i < 9; ++i) {
-    must(cudaEventRecord(a, stream), "record");
-    must(cudaGraphLaunch(exec, stream), "launch");
-    must(cudaEventRecord(b, stream), "record");
-    must(cudaEventSynchronize(b), "synchronize");
-    float t = 0;
-    must(cudaEventElapsedTime(&t, a, b), "elapsed");
-    ms.push_back(t);
-  }
-  cudaEventDestroy(a);
-  cudaEventDestroy(b);
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
-  std::nth_element(ms.begin(), ms.begin() + 4, ms.end());
-  return 1000.0 * ms[4] / calls;
-}
 
 void line(std::FILE* csv, const std::string& name, int64_t T, double us, double bytes) {
   std::printf("%-34s T %3d  %9.1f us  %7.0f GB/s\n", name.c_str(), static_cast<int>(T), us, bytes / us / 1e3);

@@ -90,5 +90,6 @@ void check_draws(Ops& ops, Results& results, uint64_t seed);
 // Timings of single operations, then of a whole model of 43 layers with random weights; rows go to `csv`.
 void bench_ops(Ops& cuda, std::FILE* csv);
 void bench_model(std::FILE* csv, int64_t layers);
+void bench_prefill(std::FILE* csv, int64_t layers);
 
 }  // namespace ds4::gpu
