@@ -331,11 +331,64 @@ struct CompressArgs {
   RowRounding rounding;
 };
 
-// Where a window closes: pools it, norms, rotates and rounds. Tokens of this step are read from `kg`, older ones from
-// the ring, which is written afterwards. Bytes: the window's keys and gates twice. One block for each row of the step.
-// `store`: the rows are so few that none of them takes the place of one that is read; they are stored at once.
-__global__ void __launch_bounds__(512)
-    compress_kernel(const float* kg, int64_t stride, const DeviceRow* rows, CompressArgs a, bool store) {
+// Column i of the window that closes at row t of the step, pooled. Tokens of this step are read from `kg`, older ones
+// from the ring, which is written afterwards; its gates have their position bias. kAtOnce tokens are read together.
+template <int kAtOnce>
+__device__ __forceinline__ float pool_column(const float* kg, int64_t stride, const DeviceRow& row, int64_t t,
+                                             const CompressArgs& a, int i) {
+  const int p = row.position, half = a.lanes * a.dim, first = p + 1 - a.ratio;
+  const int start = a.lanes == 2 && first > 0 ? first - a.ratio : first;
+  const int step_first = p - static_cast<int>(t - row.first);
+  float gates[kAtOnce], keys[kAtOnce];
+  const auto read = [&](int from, bool keys_too) {
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int at = min(from + k, p), column = (a.lanes == 2 && at >= first ? a.dim : 0) + i;
+      const bool old = at < step_first;
+      const float* token = old ? reinterpret_cast<const float*>(ring_row(row, a.ring, at))
+                               : kg + static_cast<int64_t>(row.first + at - step_first) * stride;
+      gates[k] = token[half + column];
+      const float bias = a.bias[at % a.ratio * half + column];
+      if (!old) gates[k] = gates[k] + bias;
+      if (keys_too) keys[k] = token[column];
+    }
+  };
+  float largest = -INFINITY;
+  for (int from = start; from <= p; from += kAtOnce) {
+    read(from, false);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) largest = fmaxf(largest, gates[k]);  // the last one again does no harm
+  }
+  float total = 0.0f, sum = 0.0f;
+  for (int from = start; from <= p; from += kAtOnce) {
+    read(from, true);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+      if (from + k <= p) {
+        const float e = expf(gates[k] - largest);
+        total = total + e;
+        sum = fmaf(e, keys[k], sum);
+      }
+  }
+  return sum / total;
+}
+
+// Long windows of many rows: a block of threads pools some columns of a row's window, where one closes.
+constexpr int kPoolThreads = 64;
+__global__ void __launch_bounds__(kPoolThreads)
+    pool_kernel(const float* kg, int64_t stride, const DeviceRow* rows, CompressArgs a, float* pooled) {
+  begin_kernel();
+  const int64_t t = blockIdx.x;
+  const int i = static_cast<int>(blockIdx.y) * kPoolThreads + static_cast<int>(threadIdx.x);
+  const DeviceRow row = rows[t];
+  if ((row.position + 1) % a.ratio == 0 && i < a.dim) pooled[t * a.dim + i] = pool_column<32>(kg, stride, row, t, a, i);
+}
+
+// Where a window closes: pools it, or takes it from `ready`, norms, rotates and rounds. Bytes: the window's keys once
+// and gates twice. One block for each row of the step. `store`: the rows are so few that none of them takes the place
+// of one that is read; they are stored at once.
+__global__ void __launch_bounds__(512) compress_kernel(const float* kg, int64_t stride, const DeviceRow* rows,
+                                                       CompressArgs a, bool store, const float* ready) {
   begin_kernel();
   extern __shared__ float pooled[];  // [dim], then [32]
   const int64_t t = blockIdx.x;
@@ -350,45 +403,9 @@ __global__ void __launch_bounds__(512)
     }
   }
   if ((p + 1) % a.ratio != 0) return;
-  const int half = a.lanes * a.dim, first = p + 1 - a.ratio;
-  const int start = a.lanes == 2 && first > 0 ? first - a.ratio : first;
-  const int step_first = p - static_cast<int>(t - row.first);
   float squares = 0.0f;
   for (int i = threadIdx.x; i < a.dim; i += static_cast<int>(blockDim.x)) {
-    // Keys and gates of eight tokens at a time; the ring's gates have their position bias.
-    constexpr int kAtOnce = 8;
-    float gates[kAtOnce], keys[kAtOnce];
-    const auto read = [&](int from, bool keys_too) {
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int at = min(from + k, p), column = (a.lanes == 2 && at >= first ? a.dim : 0) + i;
-        const bool old = at < step_first;
-        const float* token = old ? reinterpret_cast<const float*>(ring_row(row, a.ring, at))
-                                 : kg + static_cast<int64_t>(row.first + at - step_first) * stride;
-        gates[k] = token[half + column];
-        const float bias = a.bias[at % a.ratio * half + column];
-        if (!old) gates[k] = gates[k] + bias;
-        if (keys_too) keys[k] = token[column];
-      }
-    };
-    float largest = -INFINITY;
-    for (int from = start; from <= p; from += kAtOnce) {
-      read(from, false);
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) largest = fmaxf(largest, gates[k]);  // the last one again does no harm
-    }
-    float total = 0.0f, sum = 0.0f;
-    for (int from = start; from <= p; from += kAtOnce) {
-      read(from, true);
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
-        if (from + k <= p) {
-          const float e = expf(gates[k] - largest);
-          total = total + e;
-          sum = fmaf(e, keys[k], sum);
-        }
-    }
-    const float v = sum / total;
+    const float v = ready ? ready[t * a.dim + i] : pool_column<8>(kg, stride, row, t, a, i);
     pooled[i] = v;
     squares = fmaf(v, v, squares);
   }
@@ -397,7 +414,7 @@ __global__ void __launch_bounds__(512)
   __syncthreads();
   for (int i = threadIdx.x; i < a.pairs; i += static_cast<int>(blockDim.x)) {
     float c, s;
-    angle_of(first, a.freq[i], c, s);
+    angle_of(p + 1 - a.ratio, a.freq[i], c, s);
     float* pair = pooled + a.dim - 2 * a.pairs + 2 * i;
     rotate(pair[0], pair[1], c, s);
   }
@@ -568,8 +585,14 @@ class CudaLatentOps final : public LatentOps {
     // A closing window reads no further back than its own tokens and, of two lanes, those of the window before.
     const bool store = kg.n + lanes * c.ratio <= a.ring.capacity;
     const auto threads = static_cast<unsigned>(std::clamp<int64_t>((c.dim + 31) / 32 * 32, 32, 512));
+    float* ready = nullptr;
+    if (c.ratio > 32 && kg.n > 32) {
+      ready = context_.workspace.get<float>(Workspace::Pooled, kg.n * c.dim);
+      launch_kernel(stream(), dim3(static_cast<unsigned>(kg.n), pieces(c.dim, kPoolThreads)), kPoolThreads, 0,
+                    pool_kernel, kg.data, kg.stride, list, a, ready);
+    }
     launch_kernel(stream(), static_cast<unsigned>(kg.n), threads, static_cast<size_t>(c.dim + 32) * sizeof(float),
-                  compress_kernel, kg.data, kg.stride, list, a, store);
+                  compress_kernel, kg.data, kg.stride, list, a, store, ready);
     if (!store)
       launch_kernel(stream(), dim3(pieces(2 * half, kThreads), static_cast<unsigned>(kg.n)), kThreads, 0,
                     store_open_kernel, kg.data, kg.stride, list, a.ring, a.bias, a.ratio, static_cast<int>(half));

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <climits>
 
+#include "cuda/async_copies.h"
 #include "cuda/device_math.h"
 #include "cuda/latent_attention.h"
-#include "cuda/matrix_math.h"
 
 namespace ds4::cuda {
 namespace {
@@ -29,9 +29,11 @@ struct VisibleRows {
 // joined in order, beginning with the sink, by the same arithmetic whether one block of threads has all chunks of a row
 // or a kernel joins what several have left in memory.
 constexpr int kRows = 64;
-constexpr int kHeads = 16;
+constexpr int kHeads = 16;  // of a tile of the matrix units
 constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
 constexpr int kMostColumns = 512;  // sixteen warps of 32
+constexpr int kParts = 4;          // of the columns, whose scores are added in order
 
 struct Softmax {
   float largest, total;
@@ -59,13 +61,14 @@ struct Turn {
   int64_t stride;
   int pairs;
 
-  // Four neighbouring columns from `column` on.
-  __device__ __forceinline__ void back(float (&v)[4], int64_t t, int column, int dim) const {
+  // Neighbouring columns from `column`, an even one, on.
+  template <int N>
+  __device__ __forceinline__ void back(float (&v)[N], int64_t t, int column, int dim) const {
     const int pair = (column - (dim - 2 * pairs)) / 2;
     if (!table || column < dim - 2 * pairs) return;
     const float *cosine = table + t * stride + pair, *sine = cosine + pairs;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < N / 2; ++i) {
       const float a = v[2 * i], b = v[2 * i + 1], c = cosine[i], s = -sine[i];
       v[2 * i] = a * c - b * s;
       v[2 * i + 1] = a * s + b * c;
@@ -73,10 +76,76 @@ struct Turn {
   }
 };
 
-// Bytes: 64 rows of dim floats for 16 heads, through shared memory. Operations: 16 * 4 * 64 * dim,
-// three times over on the matrix units. Scores: a warp has eight of the rows and half of the columns. Weighted sums: a
-// warp has 32 columns. kWhole: all chunks of the row, into `out`; otherwise chunk blockIdx.x into `p`.
-template <bool kWhole>
+// Rows of `pitch` halves in shared memory, a multiple of 64. The pieces of 16 bytes of a row change places so that the
+// matrix units' loads of eight rows fall into different banks.
+struct HalfRows {
+  uint32_t address;
+  int pitch;
+
+  __device__ __forceinline__ uint32_t at(int row, int piece) const {
+    return address + static_cast<uint32_t>(row * pitch * 2 + (piece ^ row % 8) * 16);
+  }
+  // Rows first .. first + 15, columns 8 piece .. 8 piece + 15, as the left operand.
+  __device__ __forceinline__ void left(uint32_t (&a)[4], int first, int piece, int lane) const {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(at(first + lane % 16, piece + lane / 16)));
+  }
+  // The same rows and columns as two right operands: rows are the units' columns, eight each.
+  __device__ __forceinline__ void right(uint32_t (&b)[4], int first, int piece, int lane) const {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                 : "r"(at(first + lane % 8 + lane / 16 * 8, piece + lane / 8 % 2)));
+  }
+  // The same as two right operands of eight columns each, the rows the units' k.
+  __device__ __forceinline__ void right_down(uint32_t (&b)[4], int first, int piece, int lane) const {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                 : "r"(at(first + lane % 16, piece + lane / 16)));
+  }
+  __device__ __forceinline__ void store(int row, int quad, uint2 v) const {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at(row, quad / 2) + quad % 2 * 8), "r"(v.x), "r"(v.y)
+                 : "memory");
+  }
+};
+
+// f32 values as sums of two halves; each is kept in rows of its own.
+struct SplitRows {
+  HalfRows high, low;
+
+  // Four values; whether their low parts are not all zero.
+  __device__ __forceinline__ bool store(int row, int quad, float4 v) const {
+    const __half2 a = __floats2half2_rn(v.x, v.y), b = __floats2half2_rn(v.z, v.w);
+    const float2 fa = __half22float2(a), fb = __half22float2(b);
+    const __half2 c = __floats2half2_rn(v.x - fa.x, v.y - fa.y), d = __floats2half2_rn(v.z - fb.x, v.w - fb.y);
+    const auto bits = [](__half2 h) { return *reinterpret_cast<const uint32_t*>(&h); };
+    high.store(row, quad, {bits(a), bits(b)});
+    low.store(row, quad, {bits(c), bits(d)});
+    return ((bits(c) | bits(d)) & 0x7FFF7FFFu) != 0;
+  }
+};
+
+__device__ __forceinline__ void multiply_halves(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Shared memory: queries and rows as halves, then [heads][64 rows][parts] of scores, whose places a head's
+// probabilities take.
+template <int kTiles>
+constexpr int64_t attend_bytes(int64_t padded) {
+  return (kTiles * kHeads + kRows) * padded * 4 + kTiles * kHeads * kRows * kParts * 4;
+}
+
+// Bytes: 64 rows of dim floats for 16 kTiles heads, from the cache; operations 4 * 64 * dim a head. f32 values are sums
+// of two halves, exact to 22 bits; products of two low parts are left out, and those with low parts of rows where these
+// are zeros: most columns of key rows were rounded to FP8. Scores: a warp has a quarter of the columns for 16 heads and
+// 16 kTiles rows. Weighted sums: a warp has 32 columns of all heads. kWhole: all chunks of the row, into `out`;
+// otherwise chunk blockIdx.x into `p`.
+template <int kTiles, bool kWhole>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_latent(const float* q, int64_t q_stride, const float* kv, int64_t kv_stride, const DeviceRow* rows,
                   int32_t first_row, VisibleRows list, BufferPlace ring, BufferPlace compressed, const int32_t* ids,
@@ -84,37 +153,40 @@ __global__ void __launch_bounds__(kThreads, 1)
                   LatentParts p, Turn turn, float* out, int64_t out_stride) {
   begin_kernel();
   extern __shared__ float4 shared4[];
-  constexpr int kScorePitch = kRows + 4;
+  constexpr int kAll = kTiles * kHeads;
   __shared__ const float* entry[kRows];
-  __shared__ float score[2][kHeads * kScorePitch];
-  __shared__ Softmax running[kHeads];
-  __shared__ float factor[2][kHeads];
-  const int t = blockIdx.z, head0 = blockIdx.y * kHeads, n_heads = min(kHeads, heads - head0);
+  __shared__ Softmax running[kAll];
+  __shared__ float factor[2][kAll];
+  __shared__ unsigned low_columns;  // bit c: low parts of rows in columns 32 c .. 32 c + 31
+  const int t = blockIdx.z, head0 = blockIdx.y * kAll, n_heads = min(kAll, heads - head0);
   const DeviceRow row = rows[t];
-  const int total = list.total(row.position), quads = dim / 4;
+  const int total = list.total(row.position), quads = dim / 4, padded = (dim + 63) / 64 * 64;
   if (!kWhole && static_cast<int>(blockIdx.x) * kRows >= total) return;
-  // [16][pitch] and [64][pitch]: lanes of a quarter warp fall into different banks.
-  float* query = reinterpret_cast<float*>(shared4);
-  const int pitch = (dim + 31) / 32 * 32 + 4;
-  float* latent = query + kHeads * pitch;
-  for (int i = threadIdx.x; i < kHeads * (pitch / 4); i += kThreads) {
-    const int h = i / (pitch / 4), at = i % (pitch / 4);
-    float4 v = make_float4(0, 0, 0, 0);
-    if (h < n_heads && at < quads)
-      v = reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(head0 + h) * dim)[at];
-    shared4[i] = v;
-  }
-  if (kWhole && threadIdx.x < kHeads)
-    running[threadIdx.x] = start_of(sinks, head0 + min(static_cast<int>(threadIdx.x), n_heads - 1));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const int column0 = warp * 32, group = warp % 8, half = warp / 8, blocks = (dim + 31) / 32;
-  const int from = half ? blocks / 2 * 32 : 0, until = half ? blocks * 32 : blocks / 2 * 32;
-  float all[4][4];
+  const uint32_t base = shared_address(shared4);
+  const auto after = [&](int count) { return static_cast<uint32_t>(count * padded * 2); };
+  const SplitRows query{{base, padded}, {base + after(kAll), padded}},
+      latent{{base + after(2 * kAll), padded}, {base + after(2 * kAll + kRows), padded}};
+  float* const score = reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(shared4) + after(2 * kAll + 2 * kRows));
+  // Part `part` of head h's scores; a row's place among them, likewise so that eight heads fall into different banks.
+  const auto scores = [&](int h, int part) { return score + (h * kParts + part) * kRows; };
+  const HalfRows weight_high{shared_address(score), kRows * kParts * 2},
+      weight_low{shared_address(score) + 2 * kRows, kRows * kParts * 2};
+  for (int h = warp; h < kAll; h += kWarps)
+    for (int i = lane; i < padded / 4; i += 32) {
+      float4 v = make_float4(0, 0, 0, 0);
+      if (h < n_heads && i < quads)
+        v = reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(head0 + h) * dim)[i];
+      query.store(h, i, v);
+    }
+  if (kWhole && threadIdx.x < kAll)
+    running[threadIdx.x] = start_of(sinks, head0 + min(static_cast<int>(threadIdx.x), n_heads - 1));
+  float all[kTiles][4][4];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) all[i / 4][i % 4] = 0.0f;
+  for (int i = 0; i < kTiles * 16; ++i) all[i / 16][i / 4 % 4][i % 4] = 0.0f;
   const int end = kWhole ? (total + kRows - 1) / kRows : static_cast<int>(blockIdx.x) + 1;
   for (int chunk = kWhole ? 0 : static_cast<int>(blockIdx.x); chunk < end; ++chunk) {
-    const int begin = chunk * kRows, n = min(kRows, total - begin);
+    const int begin = chunk * kRows, n = min(kRows, total - begin), filled = (n + 15) / 16 * 16;
     if (threadIdx.x < kRows) {
       const int j = min(begin + static_cast<int>(threadIdx.x), begin + n - 1), in_window = list.in_window(row.position);
       const float* at;
@@ -130,49 +202,101 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       entry[threadIdx.x] = at;
     }
+    if (threadIdx.x == 0) low_columns = 0;
     __syncthreads();
-    // Every warp copies what it scores itself; rows and columns behind the last are zeros.
-    for (int j = group * 8; j < min((n + 7) / 8 * 8, group * 8 + 8); ++j)
-      for (int i = from / 4 + lane; i < until / 4; i += 32)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                         static_cast<uint32_t>(__cvta_generic_to_shared(latent + j * pitch + 4 * i))),
-                     "l"(entry[j] + (i < quads ? 4 * i : 0)), "r"(i < quads ? 16 : 0));
-    asm volatile("cp.async.wait_all;");
-    __syncwarp();
-    if (group * 8 < n) {
-      const float4* key = reinterpret_cast<const float4*>(latent + (group * 8 + g) * pitch + 8 * c);
-      const float *q0 = query + g * pitch + 8 * c, *q1 = q0 + 8 * pitch;
-      float acc[4] = {0, 0, 0, 0};
-#pragma unroll 4
-      for (int d = from; d < until; d += 32) {
-        const float4 k0 = key[d / 4], k1 = key[d / 4 + 1];
-        const float x[8] = {k0.x, k0.y, k0.z, k0.w, k1.x, k1.y, k1.z, k1.w};
-        float w[2][8];
+    // Rows up to the next multiple of 16 and columns behind the last are zeros. Two rows of a warp on their way.
+    unsigned low = 0;
+    for (int j = warp; j < filled; j += 2 * kWarps) {
+      float4 v[2][4];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float4* from = reinterpret_cast<const float4*>((r ? q1 : q0) + d);
-          const float4 a = from[0], b = from[1];
-          w[r][0] = a.x, w[r][1] = a.y, w[r][2] = a.z, w[r][3] = a.w;
-          w[r][4] = b.x, w[r][5] = b.y, w[r][6] = b.z, w[r][7] = b.w;
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = i * 32 + lane, of = j + r * kWarps;
+          v[r][i] = make_float4(0, 0, 0, 0);
+          if (of < n && at < quads) v[r][i] = __ldcg(reinterpret_cast<const float4*>(entry[of]) + at);
         }
-        add_columns<true>(acc, w, x);
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (const int at = i * 32 + lane;
+              j + r * kWarps < filled && at < padded / 4 && latent.store(j + r * kWarps, at, v[r][i]))
+            low |= 1u << (at / 8);
+    }
+    low = __reduce_or_sync(0xFFFFFFFFu, low);
+    if (lane == 0 && low) atomicOr(&low_columns, low);
+    __syncthreads();
+    low = low_columns;
+    {
+      const int part = warp / 4, steps = padded / 64, tile = kTiles == 1 ? 0 : warp % 4 / 2;
+      constexpr int kGroup = kTiles == 1 ? 16 : 32;  // rows of a warp
+      static_assert(kTiles <= 2);
+      const int first = (kTiles == 1 ? warp % 4 : warp % 2) * kGroup;
+      float sum[kGroup / 8][4];
+#pragma unroll
+      for (int i = 0; i < kGroup / 2; ++i) sum[i / 4][i % 4] = 0.0f;
+      if (first < n) {
+        for (int step = 0; step < steps; ++step) {
+          const int piece = (part * steps + step) * 2;
+          const bool both = low >> (piece / 4) & 1u;
+          uint32_t a[4], b[4], high[kGroup / 16][4];
+          query.low.left(a, tile * kHeads, piece, lane);
+#pragma unroll
+          for (int i = 0; i < kGroup / 16; ++i) {
+            latent.high.right(high[i], first + 16 * i, piece, lane);
+            multiply_halves(sum[2 * i], a, high[i][0], high[i][1]);
+            multiply_halves(sum[2 * i + 1], a, high[i][2], high[i][3]);
+          }
+          query.high.left(a, tile * kHeads, piece, lane);
+#pragma unroll
+          for (int i = 0; i < kGroup / 16; ++i) {
+            if (both) {
+              latent.low.right(b, first + 16 * i, piece, lane);
+              multiply_halves(sum[2 * i], a, b[0], b[1]);
+              multiply_halves(sum[2 * i + 1], a, b[2], b[3]);
+            }
+            multiply_halves(sum[2 * i], a, high[i][0], high[i][1]);
+            multiply_halves(sum[2 * i + 1], a, high[i][2], high[i][3]);
+          }
+        }
       }
-      float2* to = reinterpret_cast<float2*>(score[half] + g * kScorePitch + group * 8 + 2 * c);
-      to[0] = make_float2(acc[0], acc[1]);
-      to[8 * kScorePitch / 2] = make_float2(acc[2], acc[3]);
+#pragma unroll
+      for (int i = 0; i < kGroup / 8; ++i) {
+        const int at = (first + 8 * i ^ 8 * g) + 2 * c;
+        *reinterpret_cast<float2*>(scores(tile * kHeads + g, part) + at) = make_float2(sum[i][0], sum[i][1]);
+        *reinterpret_cast<float2*>(scores(tile * kHeads + g + 8, part) + at) = make_float2(sum[i][2], sum[i][3]);
+      }
     }
     __syncthreads();
     // A warp turns the scores of a head into exponentials.
-    {
-      static_assert(kHeads == kThreads / 32);
-      const int h = warp;
-      float *s = score[0] + h * kScorePitch, *s1 = score[1] + h * kScorePitch;
-      const float a = lane < n ? (s[lane] + s1[lane]) * scale : -INFINITY,
-                  b = lane + 32 < n ? (s[lane + 32] + s1[lane + 32]) * scale : -INFINITY;
-      const float largest = warp_max(fmaxf(a, b));
-      const float ea = lane < n ? expf(a - largest) : 0.0f, eb = lane + 32 < n ? expf(b - largest) : 0.0f;
-      s[lane] = ea, s[lane + 32] = eb;
-      const float sum = warp_sum(ea + eb);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int h = i * kWarps + warp;
+      float v[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int j = lane + 32 * k, at = j ^ h % 8 * 8;
+        float sum = scores(h, 0)[at];
+#pragma unroll
+        for (int part = 1; part < kParts; ++part) sum = sum + scores(h, part)[at];
+        v[k] = j < n ? sum * scale : -INFINITY;
+      }
+      const float largest = warp_max(fmaxf(v[0], v[1]));
+#pragma unroll
+      for (int k = 0; k < 2; ++k) v[k] = lane + 32 * k < n ? expf(v[k] - largest) : 0.0f;
+      const float sum = warp_sum(v[0] + v[1]);
+      __syncwarp();
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int j = lane + 32 * k;
+        const __half high = __float2half_rn(v[k]), rest = __float2half_rn(v[k] - __half2float(high));
+        const uint32_t in = static_cast<uint32_t>(j % 8 * 2);
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(weight_high.at(h, j / 8) + in), "h"(__half_as_ushort(high))
+                     : "memory");
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(weight_low.at(h, j / 8) + in), "h"(__half_as_ushort(rest))
+                     : "memory");
+      }
       if (lane == 0) {
         if constexpr (kWhole)
           join(running[h], {largest, sum}, factor[0][h], factor[1][h]);
@@ -181,70 +305,78 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     __syncthreads();
-    if (column0 < dim) {
-      // Column 4j + i of the warp's 32 is column j of the units' product i.
-      float sum[4][4];
+    const int column0 = warp * 32;
+    if (column0 < padded) {
+      const bool both = low >> warp & 1u;
+      float sum[kTiles][4][4];
 #pragma unroll
-      for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = 0.0f;
-#pragma unroll 2
-      for (int first = 0; first < n; first += 8) {
-        const float* s = score[0] + g * kScorePitch + first + c;
-        const float a[4] = {s[0], s[8 * kScorePitch], s[4], s[8 * kScorePitch + 4]};
-        float x[2][4];
+      for (int i = 0; i < kTiles * 16; ++i) sum[i / 16][i / 4 % 4][i % 4] = 0.0f;
+      for (int first = 0; first < filled; first += 16) {
+        uint32_t high[2][4], rest[2][4];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float4 v = *reinterpret_cast<const float4*>(latent + (first + c + 4 * r) * pitch + column0 + 4 * g);
-          x[r][0] = v.x, x[r][1] = v.y, x[r][2] = v.z, x[r][3] = v.w;
+        for (int i = 0; i < 2; ++i) {
+          latent.high.right_down(high[i], first, column0 / 8 + 2 * i, lane);
+          if (both) latent.low.right_down(rest[i], first, column0 / 8 + 2 * i, lane);
         }
-        float up[4], down[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) up[i] = high_part(a[i]), down[i] = a[i] - up[i];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float h0 = high_part(x[0][i]), h1 = high_part(x[1][i]);
-          multiply(sum[i], down, h0, h1);
-          multiply(sum[i], up, x[0][i] - h0, x[1][i] - h1);
-          multiply(sum[i], up, h0, h1);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int h = g + 8 * r;
-        if constexpr (kWhole) {
-          const float before = factor[0][h], added = factor[1][h];
+        for (int tile = 0; tile < kTiles; ++tile) {
+          uint32_t a[4];
+          weight_low.left(a, tile * kHeads, first / 8, lane);
 #pragma unroll
           for (int i = 0; i < 4; ++i)
+            multiply_halves(sum[tile][i], a, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+          weight_high.left(a, tile * kHeads, first / 8, lane);
+          if (both)
 #pragma unroll
-            for (int k = 2 * r; k < 2 * r + 2; ++k) all[i][k] = fmaf(all[i][k], before, sum[i][k] * added);
-        } else if (h < n_heads) {
-          float* to = p.sums + ((static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk) * dim + column0;
+            for (int i = 0; i < 4; ++i)
+              multiply_halves(sum[tile][i], a, rest[i / 2][i % 2 * 2], rest[i / 2][i % 2 * 2 + 1]);
 #pragma unroll
-          for (int k = 0; k < 2; ++k)
-            if (column0 + 8 * c + 4 * k < dim)
-              *reinterpret_cast<float4*>(to + 8 * c + 4 * k) =
-                  make_float4(sum[0][2 * r + k], sum[1][2 * r + k], sum[2][2 * r + k], sum[3][2 * r + k]);
+          for (int i = 0; i < 4; ++i)
+            multiply_halves(sum[tile][i], a, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
         }
       }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int h = tile * kHeads + g + 8 * r;
+          if constexpr (kWhole) {
+            const float before = factor[0][h], added = factor[1][h];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+              for (int k = 2 * r; k < 2 * r + 2; ++k)
+                all[tile][i][k] = fmaf(all[tile][i][k], before, sum[tile][i][k] * added);
+          } else if (h < n_heads) {
+            float* to = p.sums + ((static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk) * dim + column0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              if (column0 + 8 * i < dim)
+                *reinterpret_cast<float2*>(to + 8 * i + 2 * c) =
+                    make_float2(sum[tile][i][2 * r], sum[tile][i][2 * r + 1]);
+          }
+        }
     }
     if (kWhole) __syncthreads();
   }
   if constexpr (kWhole) {
-    if (column0 >= dim) return;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int h = g + 8 * r;
-      if (h >= n_heads) continue;
-      const float inverse = 1.0f / running[h].total;
-      float* to = out + t * out_stride + static_cast<int64_t>(head0 + h) * dim + column0;
+    for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        if (column0 + 8 * c + 4 * k < dim) {
-          float v[4] = {all[0][2 * r + k] * inverse, all[1][2 * r + k] * inverse, all[2][2 * r + k] * inverse,
-                        all[3][2 * r + k] * inverse};
-          turn.back(v, t, column0 + 8 * c + 4 * k, dim);
-          *reinterpret_cast<float4*>(to + 8 * c + 4 * k) = make_float4(v[0], v[1], v[2], v[3]);
+      for (int r = 0; r < 2; ++r) {
+        const int h = tile * kHeads + g + 8 * r;
+        if (h >= n_heads) continue;
+        const float inverse = 1.0f / running[h].total;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = warp * 32 + 8 * i + 2 * c;
+          if (column >= dim) continue;
+          float v[2] = {all[tile][i][2 * r] * inverse, all[tile][i][2 * r + 1] * inverse};
+          turn.back(v, t, column, dim);
+          *reinterpret_cast<float2*>(out + t * out_stride + static_cast<int64_t>(head0 + h) * dim + column) =
+              make_float2(v[0], v[1]);
         }
-    }
+      }
   }
 }
 
@@ -427,12 +559,12 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
   VisibleRows visible{static_cast<int32_t>(a.window), a.compressed ? static_cast<int32_t>(a.ratio) : 0,
                       selection ? static_cast<int32_t>(selection->capacity) : INT_MAX};
   const int64_t longest = visible.total(static_cast<int32_t>(Context::horizon(rows)));
-  const int64_t groups = (a.heads + kHeads - 1) / kHeads;
   const float* sinks = a.sinks ? vector_of(*a.sinks, a.heads, "sinks shape") : nullptr;
   const BufferPlace ring = state.place(a.window_ring), compressed = a.compressed ? state.place(a.rows) : BufferPlace{};
-  const size_t shared = static_cast<size_t>((kHeads + kRows) * ((dim + 31) / 32 * 32 + 4)) * sizeof(float);
   // Few rows: their chunks side by side.
-  const bool whole = q.n * groups >= 3 * context.device.multiprocessors();
+  const int64_t tiles = (a.heads + kHeads - 1) / kHeads;
+  const bool whole = q.n * tiles >= 3 * context.device.multiprocessors();
+  const int64_t padded = (dim + 63) / 64 * 64;
   LatentParts p{nullptr, nullptr, (longest + kRows - 1) / kRows};
   const int64_t row_floats = a.heads * p.chunks * (dim + 2);
   const int64_t at_once = whole ? 65535 : std::clamp<int64_t>((int64_t{1} << 27) / row_floats, 1, 65535);
@@ -440,11 +572,11 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
     const int64_t n = std::min(at_once, q.n - first);
     const Turn turn{table ? table->data + first * table->stride : nullptr, table ? table->stride : 0,
                     table ? static_cast<int>(table->dim / 2) : 0};
-    const auto launch = [&](auto kernel) {
+    const auto launch = [&](auto kernel, int at_once, int64_t shared) {
       if (shared > 40 * 1024)
         DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
-      const dim3 grid(whole ? 1u : static_cast<unsigned>(p.chunks), static_cast<unsigned>(groups),
-                      static_cast<unsigned>(n));
+      const dim3 grid(whole ? 1u : static_cast<unsigned>(p.chunks),
+                      static_cast<unsigned>((tiles + at_once - 1) / at_once), static_cast<unsigned>(n));
       launch_kernel(context.device.stream(), grid, kThreads, shared, kernel, q.data + first * q.stride, q.stride,
                     kv.data, kv.stride, list + first, static_cast<int32_t>(first), visible, ring, compressed,
                     selection ? selection->ids + first * selection->capacity : nullptr,
@@ -453,12 +585,12 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
                     out.stride);
     };
     if (whole) {
-      launch(attend_latent<true>);
+      launch(attend_latent<2, true>, 2, attend_bytes<2>(padded));
     } else {
       auto* memory = context.workspace.get<float>(Workspace::Partials, n * row_floats + 4);
       p.stats = reinterpret_cast<Softmax*>(memory);
       p.sums = memory + (2 * n * a.heads * p.chunks + 3) / 4 * 4;
-      launch(attend_latent<false>);
+      launch(attend_latent<1, false>, 1, attend_bytes<1>(padded));
       // Codes for what follows, when all rows are of this one launch.
       const bool rounded = table && n == q.n && dim % kTileCols == 0 && out.stride == out.dim;
       launch_kernel(context.device.stream(), dim3(static_cast<unsigned>(a.heads), static_cast<unsigned>(n)),

@@ -167,6 +167,7 @@ class Workspace {
     Coefficients,
     Scores,
     Plan,
+    Pooled,
     KeptQuants,  // three of each, see Context::Kept
     KeptScales = KeptQuants + 3,
     KeptSums = KeptScales + 3,
