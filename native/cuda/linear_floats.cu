@@ -131,8 +131,6 @@ struct Eight<__nv_bfloat16> {
 // 256 columns, chains in order.
 constexpr int kThreads = 512;
 constexpr int kFloatWarps = kThreads / 32;
-constexpr int kTileThreads = 256;
-constexpr int kTileWarps = kTileThreads / 32;
 constexpr int kChainBlocks = 8;
 
 struct FloatArgs {
@@ -235,17 +233,25 @@ __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatAr
   }
 }
 
-// Many tokens: a block of threads computes 128 rows for 8 NT tokens, a warp 16 rows; x goes through shared memory.
-template <class T, int NT, bool kTail>
-__global__ void __launch_bounds__(kTileThreads) tile_floats(const T* w, FloatArgs p) {
-  constexpr int kTokens = 8 * NT, kPitch = 36;  // floats of a token: lanes of a quarter warp fall into different banks
-  constexpr int kStages = NT == 8 ? 4 : 8, kAhead = sizeof(T) == 4 ? 2 : 4;  // blocks of x, of W on their way
-  __shared__ alignas(16) float stage[kStages][kTokens * kPitch];
+// Many tokens: a block of kWarps warps computes 16 rows a warp for 8 NT tokens; x goes through shared memory, kStep
+// blocks between two barriers.
+template <class T, int NT>
+struct FloatTile {
+  static constexpr int kTokens = 8 * NT, kPitch = 36;    // floats: lanes of a quarter warp fall into different banks
+  static constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // blocks of W on their way
+  static constexpr int kStep = NT == 8 ? 1 : kAhead, kStages = NT == 8 ? 4 : 3;
+};
+template <class T, int NT, int kWarps, bool kTail>
+__global__ void __launch_bounds__(32 * kWarps) tile_floats(const T* w, FloatArgs p) {
+  using Tile = FloatTile<T, NT>;
+  constexpr int kTokens = Tile::kTokens, kPitch = Tile::kPitch, kAhead = Tile::kAhead, kStep = Tile::kStep;
+  constexpr int kStages = Tile::kStages;
+  __shared__ alignas(16) float stage[kStages][kStep][kTokens * kPitch];
   begin_kernel();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int blocks = static_cast<int>((p.cols + 31) / 32);
   const int64_t group = blockIdx.z, token0 = static_cast<int64_t>(blockIdx.x) * kTokens;
-  const int tile = static_cast<int>(blockIdx.y) * kTileWarps + warp;
+  const int tile = static_cast<int>(blockIdx.y) * kWarps + warp;
   const T* row[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
@@ -255,20 +261,22 @@ __global__ void __launch_bounds__(kTileThreads) tile_floats(const T* w, FloatArg
 #pragma unroll
     for (int r = 0; r < 2; ++r) raw[r].load(row[r] + block * 32);
   };
-  // Each thread copies eight columns of one token.
-  const int slot = static_cast<int>(threadIdx.x) / 4, piece = static_cast<int>(threadIdx.x) % 4 * 8;
-  const float* source = p.x + min(token0 + slot, p.T - 1) * p.x_stride + group * p.cols + piece;
-  const auto fetch = [&](int block) {
-    if (block < blocks && slot < kTokens) {
-      float* to = stage[block % kStages] + slot * kPitch + piece;
-      const bool inside = !kTail || block * 32 + piece < p.cols;
-      const float* from = inside ? source + block * 32 : source;
+  // A thread copies eight columns of one token at a time.
+  const auto fetch = [&](int step) {
+#pragma unroll
+    for (int i = static_cast<int>(threadIdx.x); i < kStep * kTokens * 4; i += 32 * kWarps) {
+      const int of = i / (kTokens * 4), slot = i / 4 % kTokens, piece = i % 4 * 8, block = step * kStep + of;
+      if (block >= blocks) continue;
+      float* to = stage[step % kStages][of] + slot * kPitch + piece;
+      const int column = block * 32 + piece;
+      const bool inside = !kTail || column < p.cols;
+      const float* from = p.x + min(token0 + slot, p.T - 1) * p.x_stride + group * p.cols + (inside ? column : piece);
       const int bytes = inside ? 16 : 0;
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+      for (int k = 0; k < 2; ++k)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                         static_cast<uint32_t>(__cvta_generic_to_shared(to + 4 * i))),
-                     "l"(from + (inside ? 4 * i : 0)), "r"(bytes));
+                         static_cast<uint32_t>(__cvta_generic_to_shared(to + 4 * k))),
+                     "l"(from + (inside ? 4 * k : 0)), "r"(bytes));
     }
     asm volatile("cp.async.commit_group;");
   };
@@ -286,9 +294,11 @@ __global__ void __launch_bounds__(kTileThreads) tile_floats(const T* w, FloatArg
     for (int i = 0; i < kAhead; ++i) {
       const int block = base + i;
       if (block >= blocks) break;
-      asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2));
-      __syncthreads();
-      fetch(block + kStages - 1);
+      if (i % kStep == 0) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2));
+        __syncthreads();
+        fetch(block / kStep + kStages - 1);
+      }
       float k[2][8];
       const bool inside = !kTail || block * 32 + 8 * t < p.cols;
 #pragma unroll
@@ -298,7 +308,7 @@ __global__ void __launch_bounds__(kTileThreads) tile_floats(const T* w, FloatArg
         for (int c = 0; c < 8; ++c) k[r][c] = inside ? k[r][c] : 0.0f;
       }
       if (block + kAhead < blocks) load(block + kAhead, raw[i]);
-      const float* from = stage[block % kStages] + g * kPitch + 8 * t;
+      const float* from = stage[block / kStep % kStages][i % kStep] + g * kPitch + 8 * t;
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
         const float4 lo = *reinterpret_cast<const float4*>(from + j * 8 * kPitch),
@@ -333,17 +343,20 @@ void launch_matrix(const Device& device, const Segment& w, const float* x, int64
   const T* data = w.memory.as<T>();
   const int64_t tiles = (p.rank + 15) / 16, groups = p.rows / p.rank;
   if (p.T > 32) {
-    const auto tile_rows = static_cast<unsigned>((tiles + kTileWarps - 1) / kTileWarps);
-    const auto run = [&](auto kernel, int64_t tokens) {
+    const auto run = [&](auto kernel, int64_t tokens, int64_t warps) {
       launch_kernel(device.stream(),
-                    dim3(static_cast<unsigned>((p.T + tokens - 1) / tokens), tile_rows, static_cast<unsigned>(groups)),
-                    kTileThreads, 0, kernel, data, p);
+                    dim3(static_cast<unsigned>((p.T + tokens - 1) / tokens),
+                         static_cast<unsigned>((tiles + warps - 1) / warps), static_cast<unsigned>(groups)),
+                    static_cast<unsigned>(32 * warps), 0, kernel, data, p);
     };
-    // Enough blocks of threads for the device, weights read as seldom as that allows.
-    if ((p.T + 63) / 64 * tile_rows * groups >= 2 * device.multiprocessors())
-      run(tile_floats<T, 8, kTail>, 64);
+    // Enough warps for the device, weights read as seldom as that allows.
+    const int64_t warps = (p.T + 63) / 64 * tiles * groups, enough = 8 * device.multiprocessors();
+    if (warps >= 2 * enough)
+      run(tile_floats<T, 8, 8, kTail>, 64, 8);
+    else if (warps >= enough)
+      run(tile_floats<T, 8, 4, kTail>, 64, 4);
     else
-      run(tile_floats<T, 2, kTail>, 16);
+      run(tile_floats<T, 2, 4, kTail>, 16, 4);
     return;
   }
   const int64_t chains = ((p.cols + 31) / 32 + kChainBlocks - 1) / kChainBlocks;
