@@ -289,13 +289,24 @@ __global__ void decode_rows(Planes p, Target from, int64_t cols, const int32_t* 
     if (first >= cols) break;
     int code[4];
     decode_codes<type, 1>(raw, block, grid.address(0), lane, code);
-    const Scales s = decode_scales<type>(raw, hi, block);
-    const bool second = t >= 2;
-    const float d = Layout<type>::kHalves && second ? s.e : s.d, m = second ? s.m1 : s.m0;
+    using L = Layout<type>;
+    const int half = t / 2;
+    float d = 0.0f, m = 0.0f;
+    if constexpr (L::kInteger) {
+      d = super_scale<type>(raw, hi);
+      if constexpr (type != DType::Q2_K)
+        d = d * static_cast<float>(integer_scale<type>(raw, hi, block, L::kHalves ? half : 0));
+      if constexpr (L::kMin)
+        m = -(super_minimum<type>(raw, hi) *
+              static_cast<float>(integer_minimums<type>(raw, hi, block) >> (8 * half) & 255u));
+    } else {
+      d = float_scale<type>(raw, hi, block);
+      if constexpr (L::kMin) m = float_minimum<type>(raw, hi, block);
+    }
     for (int c = 0; c < 8; ++c) {
       const auto word = static_cast<uint32_t>(hi ? (c < 4 ? code[1] : code[3]) : (c < 4 ? code[0] : code[2]));
       float v = d * static_cast<float>(static_cast<int8_t>(word >> (8 * (c % 4)) & 255u));
-      if (Layout<type>::kMin) v = v + m;
+      if (L::kMin) v = v + m;
       out[blockIdx.y * stride + first + c] = v;
     }
   }
