@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     attend_latent(const float* q, int64_t q_stride, const float* kv, int64_t kv_stride, const DeviceRow* rows,
                   int32_t first_row, VisibleRows list, BufferPlace ring, BufferPlace compressed, const int32_t* ids,
                   const int32_t* counts, int64_t ids_stride, const float* sinks, int heads, int dim, float scale,
-                  LatentParts p, Turn turn, float* out, int64_t out_stride) {
+                  LatentParts p, Turn turn, float* out, int64_t out_stride, Activations codes) {
   begin_kernel();
   extern __shared__ float4 shared4[];
   constexpr int kAll = kTiles * kHeads;
@@ -360,6 +360,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (kWhole) __syncthreads();
   }
   if constexpr (kWhole) {
+    // The rows' place takes what is to be rounded.
+    float* const result = reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(shared4) + after(2 * kAll));
+    const int pitch = dim + 8;  // eight heads fall into different banks
+    static_assert(kAll * (kMostColumns + 8) <= kRows * kMostColumns);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
@@ -373,10 +377,18 @@ __global__ void __launch_bounds__(kThreads, 1)
           if (column >= dim) continue;
           float v[2] = {all[tile][i][2 * r] * inverse, all[tile][i][2 * r + 1] * inverse};
           turn.back(v, t, column, dim);
-          *reinterpret_cast<float2*>(out + t * out_stride + static_cast<int64_t>(head0 + h) * dim + column) =
-              make_float2(v[0], v[1]);
+          const float2 both = make_float2(v[0], v[1]);
+          *reinterpret_cast<float2*>(out + t * out_stride + static_cast<int64_t>(head0 + h) * dim + column) = both;
+          if (codes.q) *reinterpret_cast<float2*>(result + h * pitch + column) = both;
         }
       }
+    if (!codes.q) return;
+    __syncthreads();
+    const int each = dim / kTileCols;
+    for (int i = warp; i < n_heads * each; i += kWarps) {
+      const float4 v = *reinterpret_cast<const float4*>(result + i / each * pitch + i % each * kTileCols + 4 * lane);
+      store_codes({v.x, v.y, v.z, v.w}, t, static_cast<int64_t>(head0) * each + i, codes);
+    }
   }
 }
 
@@ -572,6 +584,9 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
     const int64_t n = std::min(at_once, q.n - first);
     const Turn turn{table ? table->data + first * table->stride : nullptr, table ? table->stride : 0,
                     table ? static_cast<int>(table->dim / 2) : 0};
+    // Codes for what follows, when all rows are of this one launch.
+    const bool rounded = table && n == q.n && dim % kTileCols == 0 && out.stride == out.dim;
+    const Activations codes = rounded ? context.keep_rounded(Context::OfHeads, out) : Activations{};
     const auto launch = [&](auto kernel, int at_once, int64_t shared) {
       if (shared > 40 * 1024)
         DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
@@ -582,7 +597,7 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
                     selection ? selection->ids + first * selection->capacity : nullptr,
                     selection ? selection->counts + first : nullptr, selection ? selection->capacity : 0, sinks,
                     static_cast<int>(a.heads), static_cast<int>(dim), a.scale, p, turn, out.data + first * out.stride,
-                    out.stride);
+                    out.stride, whole ? codes : Activations{});
     };
     if (whole) {
       launch(attend_latent<2, true>, 2, attend_bytes<2>(padded));
@@ -591,12 +606,9 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
       p.stats = reinterpret_cast<Softmax*>(memory);
       p.sums = memory + (2 * n * a.heads * p.chunks + 3) / 4 * 4;
       launch(attend_latent<1, false>, 1, attend_bytes<1>(padded));
-      // Codes for what follows, when all rows are of this one launch.
-      const bool rounded = table && n == q.n && dim % kTileCols == 0 && out.stride == out.dim;
       launch_kernel(context.device.stream(), dim3(static_cast<unsigned>(a.heads), static_cast<unsigned>(n)),
                     static_cast<unsigned>((dim / 4 + 31) / 32 * 32), 0, join_chunks, p, list + first, visible, sinks,
-                    a.heads, static_cast<int>(dim), turn, out.data + first * out.stride, out.stride,
-                    rounded ? context.keep_rounded(Context::OfHeads, out) : Activations{});
+                    a.heads, static_cast<int>(dim), turn, out.data + first * out.stride, out.stride, codes);
     }
     DS4_CUDA(cudaGetLastError());
   }

@@ -242,7 +242,7 @@ struct FloatTile {
   static constexpr int kStep = NT == 8 ? 1 : kAhead, kStages = NT == 8 ? 4 : 3;
 };
 template <class T, int NT, int kWarps, bool kTail>
-__global__ void __launch_bounds__(32 * kWarps) tile_floats(const T* w, FloatArgs p) {
+__global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1) tile_floats(const T* w, FloatArgs p) {
   using Tile = FloatTile<T, NT>;
   constexpr int kTokens = Tile::kTokens, kPitch = Tile::kPitch, kAhead = Tile::kAhead, kStep = Tile::kStep;
   constexpr int kStages = Tile::kStages;
