@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -49,13 +50,32 @@ class Watched:
     def __init__(self, server: RunningServer) -> None:
         self.server = server
         self.width = 0
+        self._awaited = 0
+        self._together = threading.Event()
+        self._together.set()
         step: Callable[[Any], list[RowResult]] = server.engine.step
+        submit = server.app._scheduler.submit
 
         def counted(rows: Any) -> list[RowResult]:
+            assert self._together.wait(120)
             self.width = max(self.width, len(rows))
             return step(rows)
 
+        def arrived(*arguments: Any) -> Any:
+            job = submit(*arguments)
+            self._awaited -= 1
+            if self._awaited == 0:
+                self._together.set()
+            return job
+
         server.engine.step = counted  # type: ignore[method-assign]
+        server.app._scheduler.submit = arrived  # type: ignore[method-assign]
+
+    def gather(self, requests: int) -> None:
+        """Nothing is evaluated until so many requests have come."""
+        self.width = 0
+        self._awaited = requests
+        self._together.clear()
 
 
 @pytest.fixture(scope="module")
@@ -67,63 +87,87 @@ def watched() -> Iterator[Watched]:
         running.stop()
 
 
-def ask(server: RunningServer, path: str, body: dict[str, Any]) -> Any:
-    with httpx.Client(base_url=server.url, timeout=240) as http:
-        response = http.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
+@dataclass(frozen=True)
+class Wanted:
+    """A request, how its answer is read, and what must hold of it."""
+
+    path: str
+    body: dict[str, Any]
+    read: Callable[[Any], Any]
+    holds: Callable[[Any], object] = lambda found: True
+
+    def ask(self, server: RunningServer, **fields: Any) -> Any:
+        with httpx.Client(base_url=server.url, timeout=240) as http:
+            response = http.post(self.path, json={**self.body, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def evaluate(self, server: RunningServer) -> None:
+        """The prompt alone, so that the answers of many requests begin together."""
+        self.ask(server, max_tokens=0)
 
 
-def custom(name: str, syntax: str, definition: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "description": "writes",
-        "format": {"type": "grammar", "syntax": syntax, "definition": definition},
+def matches(pattern: str) -> Callable[[Any], object]:
+    return lambda text: re.fullmatch(pattern, text)
+
+
+def responses_tool(seed: int, syntax: str, definition: str, language: str, choice: Any) -> Wanted:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    body = {
+        "input": "Write it.",
+        "tools": [{"type": "custom", "name": "write", "description": "writes", "format": form}],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 1,
+        "seed": seed,
     }
 
+    def read(answer: Any) -> str:
+        (item,) = answer["output"]
+        assert (answer["status"], item["type"], item["name"]) == ("completed", "custom_tool_call", "write")
+        return str(item["input"])
 
-def responses_tool(server: RunningServer, seed: int, syntax: str, definition: str, choice: Any) -> str:
-    tools = [{"type": "custom", **custom("write", syntax, definition)}]
-    body = {"input": "Write it.", "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-    (item,) = ask(server, "/v1/responses", {**body, "temperature": 1, "seed": seed, "max_output_tokens": 200})["output"]
-    assert (item["type"], item["name"]) == ("custom_tool_call", "write")
-    return str(item["input"])
+    return Wanted("/v1/responses", body, read, matches(language))
 
 
-def chat_tool(server: RunningServer, seed: int, syntax: str, definition: str, choice: Any) -> str:
-    tool = custom("write", syntax, definition)
-    tool["format"] = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+def chat_tool(seed: int, syntax: str, definition: str, language: str, choice: Any) -> Wanted:
+    form = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
     body = {
         "messages": [{"role": "user", "content": "Write it."}],
-        "tools": [{"type": "custom", "custom": tool}],
+        "tools": [{"type": "custom", "custom": {"name": "write", "description": "writes", "format": form}}],
         "tool_choice": choice,
         "parallel_tool_calls": False,
         "temperature": 1.2,
         "seed": seed,
-        "max_tokens": 200,
     }
-    (found,) = ask(server, "/v1/chat/completions", body)["choices"]
-    assert found["finish_reason"] == "tool_calls"
-    (call,) = found["message"]["tool_calls"]
-    assert (call["type"], call["custom"]["name"]) == ("custom", "write")
-    return str(call["custom"]["input"])
+
+    def read(answer: Any) -> str:
+        (choice,) = answer["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], call["type"], call["custom"]["name"]) == ("tool_calls", "custom", "write")
+        return str(call["custom"]["input"])
+
+    return Wanted("/v1/chat/completions", body, read, matches(language))
 
 
-def person(server: RunningServer, seed: int) -> Any:
+def person(seed: int) -> Wanted:
     body = {
         "messages": [{"role": "user", "content": f"Describe a person, number {seed}."}],
         "response_format": {"type": "json_schema", "json_schema": {"schema": PERSON}},
         "temperature": 1,
         "seed": seed,
-        "max_tokens": 200,
     }
-    (found,) = ask(server, "/v1/chat/completions", body)["choices"]
-    assert found["finish_reason"] == "stop"
-    return json.loads(found["message"]["content"])
+
+    def read(answer: Any) -> Any:
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "stop"
+        return json.loads(choice["message"]["content"])
+
+    return Wanted("/v1/chat/completions", body, read, jsonschema.Draft202012Validator(PERSON).is_valid)
 
 
-def free(server: RunningServer, seed: int) -> Any:
-    """Text and log-probabilities: every float as it was printed."""
+def free(seed: int, never: tuple[int, ...]) -> Wanted:
+    """Text and log-probabilities: every float as it was printed. It does not end before its limit."""
     body = {
         "messages": [{"role": "user", "content": f"Tell me about the number {seed}."}],
         "temperature": 0.9,
@@ -131,50 +175,44 @@ def free(server: RunningServer, seed: int) -> Any:
         "max_tokens": 24,
         "logprobs": True,
         "top_logprobs": 3,
-        "logit_bias": {str(token): -100 for token in server.engine.tokenizer.eos_ids},
+        "logit_bias": {str(token): -100 for token in never},
     }
-    return ask(server, "/v1/chat/completions", body)["choices"]
+    return Wanted("/v1/chat/completions", body, lambda answer: answer["choices"])
 
 
-def check(server: RunningServer, watched: Watched, rounds: int) -> None:
-    named = {"type": "custom", "name": "write"}
-    named_in_chat = {"type": "custom", "custom": {"name": "write"}}
+def check(watched: Watched, rounds: int) -> None:
+    server = watched.server
+    named, named_in_chat = ({"type": "custom", **name} for name in ({"name": "write"}, {"custom": {"name": "write"}}))
     for first in range(0, 100 * rounds, 100):
-        seeds = [first + i for i in range(6)]
-        alone = [free(server, seed) for seed in seeds]
-        watched.width = 0
-        gate = threading.Barrier(SLOTS)
-
-        def at_once(work: Callable[[], Any], gate: threading.Barrier = gate) -> Any:
-            gate.wait(60)
-            return work()
-
-        tools: list[tuple[str, Callable[[], str]]] = [
-            (QUERY_AS_REGEX, lambda s=first: responses_tool(server, s, "lark", QUERY, named)),
-            (PATCH, lambda s=first: responses_tool(server, s + 1, "regex", PATCH, "required")),
-            (QUERY_AS_REGEX, lambda s=first: chat_tool(server, s + 2, "lark", QUERY, "required")),
-            (PATCH, lambda s=first: chat_tool(server, s + 3, "regex", PATCH, named_in_chat)),
-            (PATCH, lambda s=first: chat_tool(server, s + 4, "regex", PATCH, named_in_chat)),
+        held = [
+            responses_tool(first, "lark", QUERY, QUERY_AS_REGEX, named),
+            responses_tool(first + 1, "regex", PATCH, PATCH, "required"),
+            chat_tool(first + 2, "lark", QUERY, QUERY_AS_REGEX, "required"),
+            chat_tool(first + 3, "regex", PATCH, PATCH, named_in_chat),
+            chat_tool(first + 4, "regex", PATCH, PATCH, named_in_chat),
+            *(person(seed) for seed in range(first, first + 5)),
         ]
-        people = [lambda s=seed: person(server, s) for seed in range(first, first + 5)]
-        texts = [lambda s=seed: free(server, s) for seed in seeds]
-        work: list[Callable[[], Any]] = [*(ask_tool for _, ask_tool in tools), *people, *texts]
-        assert len(work) == SLOTS
+        unheld = [free(seed, server.engine.tokenizer.eos_ids) for seed in range(first, first + 6)]
+        alone = [wanted.read(wanted.ask(server)) for wanted in unheld]
+        for wanted in held:
+            wanted.evaluate(server)
+        watched.gather(SLOTS)
         with ThreadPoolExecutor(SLOTS) as pool:
-            answers = list(pool.map(at_once, work))
-        for (language, _), written in zip(tools, answers[:5], strict=True):
-            assert re.fullmatch(language, written), (first, language, written)
-        for found in answers[5:10]:
-            jsonschema.Draft202012Validator(PERSON).validate(found)
-        assert answers[10:] == alone, first
-        assert watched.width >= 12, "the sessions did not meet"
+            answers = list(pool.map(lambda wanted: wanted.ask(server), [*held, *unheld]))
+        for wanted, answer in zip(held, answers[: len(held)], strict=True):
+            found = wanted.read(answer)
+            assert wanted.holds(found), (first, wanted.body, found)
+        assert [wanted.read(answer) for wanted, answer in zip(unheld, answers[len(held) :], strict=True)] == alone, (
+            first
+        )
+        assert watched.width == SLOTS, "the sessions did not meet"
 
 
 def test_sixteen_sampling_sessions(watched: Watched) -> None:
-    check(watched.server, watched, 1)
+    check(watched, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_sixteen_sampling_sessions_again_and_again(watched: Watched) -> None:
-    check(watched.server, watched, 20)
+    check(watched, 20)
