@@ -1,10 +1,12 @@
-"""Sixteen streaming clients of ds4-server and of llama.cpp's server, in turn: the same file, fresh prompts each round.
+"""Sixteen streaming clients of ds4-server and of llama.cpp's server, in turn: the same model, fresh prompts each round.
 
-    python -m bench.http_peer --llama-server PATH [--rounds 3] [--model FILE] [--neighbour]
+    python -m bench.http_peer --llama-server PATH [--rounds 4] [--model FILE] [--peer-model FILE] [--neighbour]
 
 Both serve 16 sequences of 1,024 tokens on the same number of threads and do nothing between the rounds; ds4-server
-holds a context of 1,024 per session, llama.cpp's is given 16 times as much, which is what it shares out. With
-`--neighbour` another process keeps one core busy while a round runs: what a shared machine does to each.
+holds a context of 1,024 per session, llama.cpp's is given 16 times as much, which is what it shares out; its other
+settings are its own defaults (flash attention, continuous batching and weights repacked among them). With
+`--peer-model` it serves the same model in a format that it is faster with. With `--neighbour` another process keeps one
+core busy while a round runs: what a shared machine does to each. A short round before the first warms both up.
 
 Figures are of `bench.serve`: tokens per second of all clients together, TTFT and ITL as a client sees them. A stream
 that is not complete is an error.
@@ -30,6 +32,7 @@ from bench.neighbour import neighbour
 from ds4.engine.demo import demo_model_path
 
 WIDTH, NEW_TOKENS, WORDS, CONTEXT = 16, 96, 24, 1024
+WARMUP_TOKENS = 8
 FIGURES = (
     ("tokens/s", ("output_tokens_per_s",)),
     ("TTFT p50, ms", ("ttft_ms", "p50")),
@@ -64,8 +67,8 @@ def serving(command: list[str], port: int) -> Iterator[tuple[str, int]]:
         process.wait(30)
 
 
-def load(url: str, pid: int, seed: int, busy: bool) -> dict[str, Any]:
-    options = ["--url", url, "--concurrency", str(WIDTH), "--requests", str(WIDTH), "--max-tokens", str(NEW_TOKENS)]
+def load(url: str, pid: int, seed: int, *, busy: bool = False, tokens: int = NEW_TOKENS) -> dict[str, Any]:
+    options = ["--url", url, "--concurrency", str(WIDTH), "--requests", str(WIDTH), "--max-tokens", str(tokens)]
     options += ["--input-words", str(WORDS), "--exact", "--seed", str(seed), "--warmup", "0", "--pid", str(pid)]
     with neighbour() if busy else nullcontext():
         result = serve.measure(serve.parser().parse_args(options))
@@ -85,36 +88,37 @@ def main() -> int:
     p = argparse.ArgumentParser(prog="bench.http_peer", description=(__doc__ or "").splitlines()[0])
     p.add_argument("--llama-server", type=Path, required=True, help="llama.cpp's server program")
     p.add_argument("--model", type=Path, help="GGUF file for both (default: the demo model)")
-    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--peer-model", type=Path, help="GGUF file for llama.cpp's server (default: the same)")
+    p.add_argument("--rounds", type=int, default=4)
     p.add_argument("-t", "--threads", type=int, default=2)
-    p.add_argument("--neighbour", action="store_true", help="also with one core kept busy by another process")
+    p.add_argument("--neighbour", action="store_true", help="with one core kept busy by another process")
     p.add_argument("--save", metavar="NAME", help="keep the numbers as bench/results/NAME.json")
     args = p.parse_args()
     model = str(args.model or demo_model_path())
     ports = free_port(), free_port()
     ours = [sys.executable, "-m", "ds4.cli.server", "-m", model, "--port", str(ports[0])]
     ours += ["--batched-session", str(WIDTH), "--ctx", str(CONTEXT), "--threads", str(args.threads)]
-    peer = [str(args.llama_server), "-m", model, "--port", str(ports[1]), "-np", str(WIDTH)]
+    peer = [str(args.llama_server), "-m", str(args.peer_model or model), "--port", str(ports[1]), "-np", str(WIDTH)]
     peer += ["-c", str(WIDTH * CONTEXT), "-t", str(args.threads), "-tb", str(args.threads)]
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    found: dict[str, list[dict[str, Any]]] = {"ds4": [], "llama.cpp": []}
     with serving(ours, ports[0]) as ds4, serving(peer, ports[1]) as llama:
-        for busy in (False, True) if args.neighbour else (False,):
-            kind = "one core busy" if busy else "quiet"
-            found = runs[kind] = {"ds4": [], "llama.cpp": []}
-            for round_ in range(args.rounds + (not busy)):
-                for name, (url, pid) in (("ds4", ds4), ("llama.cpp", llama)):
-                    result = load(url, pid, 2000 + 100 * busy + round_, busy)
-                    print(f"  {kind}, round {round_}, {name}: {result['output_tokens_per_s']:.1f} t/s", file=sys.stderr)
-                    if round_ or busy:  # the very first round warms both up
-                        found[name].append(result)
+        servers = (("ds4", ds4), ("llama.cpp", llama))
+        for _, (url, pid) in servers:
+            load(url, pid, 1999, tokens=WARMUP_TOKENS)
+        for round_ in range(args.rounds):
+            for name, (url, pid) in servers:
+                result = load(url, pid, 2000 + round_, busy=args.neighbour)
+                print(f"  round {round_}, {name}: {result['output_tokens_per_s']:.1f} t/s", file=sys.stderr)
+                found[name].append(result)
     rows = []
-    for kind, found in runs.items():
-        for label, path in FIGURES:
-            a, b = (report.median([figure(r, path) for r in found[name]]) for name in ("ds4", "llama.cpp"))
-            rows.append((kind, label, a, b, f"{a / b:.2f}"))
-    print(report.table(("machine", "figure", "ds4", "llama.cpp", "ratio"), rows))
+    for label, path in FIGURES:
+        a, b = (report.median([figure(r, path) for r in found[name]]) for name in ("ds4", "llama.cpp"))
+        rows.append((label, a, b, f"{a / b:.2f}"))
+    machine = "one core busy" if args.neighbour else "quiet"
+    print(report.table((machine, "ds4", "llama.cpp", "ratio"), rows))
     if args.save:
-        print(f"saved {report.save(args.save, {'runs': runs})}")
+        models = {"ds4": Path(model).name, "llama.cpp": Path(args.peer_model or model).name}
+        print(f"saved {report.save(args.save, {'models': models, 'machine_is': machine, 'runs': found})}")
     return 0
 
 

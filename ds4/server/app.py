@@ -77,6 +77,7 @@ class App:
             bridge.deliver,
             checkpoints=None if self._store is None else Checkpoints(self._store, self.engine.tokenizer, markers),
             observer=metrics,
+            log_route=bridge.log_route,
             markers=markers,
         )
         bridge.connect(self._scheduler)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds4.server.log import log_generation
+from ds4.server.slots import log_route
 from ds4.server.types import Event, Failed, Finish, GenerationRequest, Started
 
 if TYPE_CHECKING:
@@ -115,10 +116,17 @@ class Bridge:
 
     def deliver(self, batch: list[tuple[Job, list[Event]]]) -> None:
         """On the engine thread, once per step."""
+        self._soon(self._spread, batch)
+
+    def log_route(self, line: str) -> None:
+        """On the engine thread, which has a step to begin: the loop has the time to write a line."""
+        self._soon(log_route, line)
+
+    def _soon(self, call: Callable[[Any], None], what: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._spread, batch)
+            self._loop.call_soon_threadsafe(call, what)
         except RuntimeError:
-            # The loop is closed: the process ends and nobody waits for these events.
+            # The loop is closed: the process ends and nobody waits for this.
             return
 
     @staticmethod

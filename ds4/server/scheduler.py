@@ -41,7 +41,7 @@ from ds4.engine.types import Row, RowResult
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
 from ds4.server.generation import Generation, Job, Restoring
 from ds4.server.reuse import NOTHING, Fork, LiveText, Lookup, Query, Reuse, materialise, probe, settle
-from ds4.server.slots import Slot, Slots, log_route
+from ds4.server.slots import Slot, Slots, describe, log_route
 from ds4.server.snapshots import Snapshots
 from ds4.server.types import Event, Failed, Finish, GenerationRequest
 
@@ -184,8 +184,10 @@ class Scheduler:
         checkpoints: Checkpoints | None = None,
         observer: Observer | None = None,
         markers: Markers | None = None,
+        log_route: Callable[[str], None] = log_route,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`log_route` takes each decision where it is made, in one line; another thread may better write it down."""
         self.slots = Slots(engine, config.slots, checkpoints.store if checkpoints else None)
         self._snapshots = Snapshots(engine, self.slots, markers, clock)
         self.stopped = False
@@ -195,12 +197,15 @@ class Scheduler:
         self._deliver = deliver
         self._checkpoints = checkpoints
         self._observer = observer
+        self._log_route = log_route
         self._clock = clock
         self._inbox: SimpleQueue[Job | _Cancel | _Restored | _Shutdown] = SimpleQueue()
         self._accepting = True
         self._drafting = DraftPolicy(engine.most_drafts)
         self._queue: deque[Job] = deque()
         self._outbox: list[tuple[Job, list[Event]]] = []
+        self._admitted: list[Generation] = []
+        """In this round."""
         self._line: list[Generation] = []
         """Prefills in the order of their turns."""
         self._prefill_rate: float | None = None
@@ -269,6 +274,7 @@ class Scheduler:
         """Takes in what arrived, admits what fits and lays out the next step; no rows when there is nothing to do."""
         now = self._clock()
         self._take_messages()
+        self._admitted.clear()
         self._admit(now)
         self._drain(now)
         plan = Plan()
@@ -446,7 +452,7 @@ class Scheduler:
                 route = self.slots.route(job.query, now)
                 if route is None:
                     return
-                log_route(job.request.id, route, len(job.prompt), now)
+                self._log_route(f"{job.request.id}: {describe(route, len(job.prompt), now)}")
                 generation = Generation(job, route.slot, route.reuse, self._engine, now)
             except Exception as error:
                 self._end_queued(job, self._failure(error))
@@ -458,6 +464,7 @@ class Scheduler:
         """Gives the slot to the generation and brings its session to what the route promised."""
         slot, reuse = generation.slot, generation.reuse
         slot.generation = generation
+        self._admitted.append(generation)
         if self._checkpoints is not None:
             self._checkpoints.leaving(slot, reuse)
         self._carry_out(generation, reuse)
@@ -520,7 +527,9 @@ class Scheduler:
         False when it is about to do so in this very step, and the job does better to wait for that.
         """
         job, slot = generation.job, generation.slot
-        reuse = probe(slot, Lookup(job.query, self.slots))
+        # What was found at the admission stands until something is evaluated.
+        known = generation in self._admitted and not plan.prefill_tokens
+        reuse = NOTHING if known else probe(slot, Lookup(job.query, self.slots))
         if _shared_by(plan, job, reuse.tokens + Fork.margin):
             return False
         if reuse.source is not None:

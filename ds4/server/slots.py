@@ -196,6 +196,5 @@ def describe(route: Route, prompt_tokens: int, now: float) -> str:
     return text
 
 
-def log_route(request_id: str, route: Route, prompt_tokens: int, now: float) -> None:
-    if log.isEnabledFor(logging.INFO):
-        log.info("%s: %s", request_id, describe(route, prompt_tokens, now))
+def log_route(line: str) -> None:
+    log.info("%s", line)

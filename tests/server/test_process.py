@@ -1,11 +1,16 @@
-"""What a serving process asks of the C library and the collector, in a process of its own."""
+"""What a serving process asks of the C library, the collector and the scheduler, in a process of its own."""
 
 from __future__ import annotations
 
+import platform
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from ds4.server import process
 
 PROGRAM = """
 import ctypes, gc, resource
@@ -25,6 +30,41 @@ def faults():
 faults()
 print(faults())
 """
+
+
+SLICES = """
+import threading
+from ds4.server import process
+def show():
+    print(next(line.split()[-1] for line in open("/proc/thread-self/sched") if line.startswith("se.slice")))
+def other():
+    thread = threading.Thread(target=show)
+    thread.start()
+    thread.join()
+other()
+process.settle()
+show()
+other()
+"""
+
+
+def scheduler_takes_slices() -> bool:
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    return (
+        sys.platform == "linux"
+        and platform.machine() in ("x86_64", "aarch64")
+        and found is not None
+        and (int(found[1]), int(found[2])) >= (6, 12)
+        and Path("/proc/thread-self/sched").exists()
+    )
+
+
+@pytest.mark.skipif(not scheduler_takes_slices(), reason="time slices of threads came with Linux 6.12")
+def test_the_event_loop_takes_short_turns_and_no_thread_inherits_them() -> None:
+    done = subprocess.run([sys.executable, "-c", SLICES], capture_output=True, text=True, check=True)
+    before, loop, after = map(int, done.stdout.split())
+    assert loop == process.LOOP_SLICE_NS < before
+    assert after == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt(3) is glibc's")
