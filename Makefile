@@ -32,7 +32,7 @@ SAN_RUN    = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print
 LEAK_RUN   = $(subst detect_leaks=0,detect_leaks=1:fast_unwind_on_malloc=0,$(SAN_RUN))
 SANITIZED  = build/sanitize
 SAN_TESTS  = tests/native tests/test_core.py tests/test_json.py tests/test_dsml.py tests/test_rax.py \
-             tests/engine/test_session.py tests/engine/test_payload.py tests/engine/test_sampler.py
+             tests/engine/test_session.py tests/engine/test_payload.py tests/engine/test_sampler.py tests/engine/test_draw.py
 
 .PHONY: serve test lint cuda-check arm-check check-arm test-clients test-agents test-sanitize fuzz fuzz-long clean help
 
@@ -77,7 +77,7 @@ lint: $(TESTED)
 
 # Host code, headers and kernels of the CUDA backend still compile: a few small files stand for all.
 CUDA_ARCH   ?= 90a
-CUDA_CHECKS  = devices attention
+CUDA_CHECKS  = devices attention staging draw
 cuda-check:
 	@if ! command -v nvcc >/dev/null; then echo "cuda-check: skipped, nvcc is not installed"; else \
 	  mkdir -p build/cuda-check && for name in $(CUDA_CHECKS); do \
