@@ -17,6 +17,7 @@ from ds4.engine.engine import Engine
 from ds4.engine.session import Session
 from ds4.engine.types import EngineConfig, Row, SamplingParams
 from ds4.server.generation import Generation
+from ds4.server.exposition import render
 from ds4.server.metrics import Metrics
 from ds4.server.scheduler import StepReport
 from ds4.server.types import Event, Finish
@@ -109,7 +110,7 @@ def test_right_guesses_save_steps_and_are_counted() -> None:
     metrics = Metrics()
     for report in reports.steps:
         metrics.on_step(report)
-    body = metrics.render()[0].decode()
+    body = render(metrics)[0].decode()
     assert f"ds4_draft_tokens_total {float(drafted)}" in body
     assert f"ds4_draft_tokens_accepted_total {float(accepted)}" in body
     assert metrics.completion_tokens == sum(len(r.itl) + len(r.ttft) for r in reports.steps)
