@@ -7,7 +7,8 @@ index is rebuilt at the start from headers and the ends of texts. Claims: look-u
 
 Routing: 16 sessions with 1 MB of rendered history each (250,000 tokens), a prompt that goes on with one of them. Claim:
 within 1 ms, with and without the 10,000 files, also where all sessions hold the same history (16 choices of one
-request). Times are CPU time of the thread: the best and the median of 31.
+request), and where sessions cannot be cut and keep four snapshots each. Times are CPU time of the thread: the best and
+the median of 31.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ds4.server.kvpolicy import KvConfig
 from ds4.server.kvstore import KvStore, model_id
 from ds4.server.reuse import LiveText, Query
 from ds4.server.slots import Slots
+from ds4.server.snapshots import Snapshot
 from ds4.testing import ScriptedEngine
 from ds4.testing.engine import ScriptedSession
 
@@ -53,8 +55,10 @@ class NativeSession(ScriptedSession):
 
 
 class Engine(ScriptedEngine):
+    rewinds = True
+
     def new_session(self, ctx: int | None = None) -> NativeSession:
-        session = NativeSession(len(self.sessions), ctx or self.config.ctx, rewinds=True, chunk=2048)
+        session = NativeSession(len(self.sessions), ctx or self.config.ctx, rewinds=self.rewinds, chunk=2048, slack=128)
         self.sessions.append(session)
         return session
 
@@ -116,6 +120,13 @@ def slots_with(engine: Engine, texts: Sequence[bytes], store: KvStore | None) ->
         slot.prompt_tokens = len(text) // BYTES_PER_TOKEN
         slot.asked = LiveText(text, slot.prompt_tokens, last=int(tokens[slot.prompt_tokens - 1]))
         slot.text = LiveText(text, len(tokens), drawn)
+        for part in (1, 2, 3, 4) if not engine.rewinds else ():
+            size = len(text) * part // 4
+            session = engine.new_session()
+            session.append(tokens[: size // BYTES_PER_TOKEN])
+            # Texts of different requests are different objects.
+            name = LiveText(bytes(bytearray(text[:size])), session.n_tokens, last=int(tokens[session.n_tokens - 1]))
+            slot.past.add(Snapshot(session, (name,)), 4)
     return slots
 
 
@@ -132,10 +143,14 @@ def routing(engine: Engine, store: KvStore, history: bytes, rng: random.Random) 
     more = b"answer %06d " % 3 * 20 + b"and now? " * 100
     holds = True
     print(f"routing among {SLOTS} sessions of 1 MB{'':<47}{'best':>13}{'median':>10}")
-    for label, texts in (
-        ("one system prompt, 16 histories", [*others[:3], history, *others[3:]]),
-        ("16 times the same history", [history] * SLOTS),
+    histories = [*others[:3], history, *others[3:]]
+    for label, texts, rewinds in (
+        ("one system prompt, 16 histories", histories, True),
+        ("16 times the same history", [history] * SLOTS, True),
+        ("16 histories, snapshots", histories, False),
+        ("16 times the same history, snapshots", [history] * SLOTS, False),
     ):
+        engine.rewinds = rewinds
         for where, used in (("", None), (f", {FILES} files", store)):
             slots = slots_with(engine, texts, used)
             for what, prompt in (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4.engine import payload
-from ds4.engine.encoding import SPECIAL_KEY_BYTE
+from ds4.engine.encoding import key_parts
 from ds4.errors import CheckpointError, ConfigError, printable
 from ds4.server import kvfile
 from ds4.server.kvdir import Entry, lock_directory, scan, sync_directory, temporary_files
@@ -136,16 +136,11 @@ def show_file(args: argparse.Namespace) -> int:
 def spelled(key: bytes) -> str:
     """A cache key for people: special tokens as `<|#ID|>`, control characters escaped."""
     parts: list[str] = []
-    at = 0
-    while at < len(key):
-        if key[at] == SPECIAL_KEY_BYTE:
-            parts.append(f"<|#{int.from_bytes(key[at + 1 : at + 5], 'little')}|>")
-            at += 5
-            continue
-        end = key.find(SPECIAL_KEY_BYTE, at)
-        end = len(key) if end < 0 else end
-        parts.append("\n".join(printable(line) for line in key[at:end].decode("utf-8", "replace").split("\n")))
-        at = end
+    for _, part in key_parts(key):
+        if isinstance(part, int):
+            parts.append(f"<|#{part}|>")
+        else:
+            parts.append("\n".join(printable(line) for line in part.decode("utf-8", "replace").split("\n")))
     return "".join(parts)
 
 

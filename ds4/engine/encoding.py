@@ -63,6 +63,20 @@ def special_key(token: int) -> bytes:
     return struct.pack("<BI", SPECIAL_KEY_BYTE, token)
 
 
+def key_parts(key: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """What a key is made of, with the place of each part: special tokens, and the texts between them."""
+    size, at = len(special_key(0)), 0
+    while at < len(key):
+        if key[at] == SPECIAL_KEY_BYTE:
+            yield at, int.from_bytes(key[at + 1 : at + size], "little")
+            at += size
+            continue
+        end = key.find(SPECIAL_KEY_BYTE, at)
+        end = len(key) if end < 0 else end
+        yield at, key[at:end]
+        at = end
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
     """A prompt encoded before, with its marks in order; there is at least one."""

@@ -34,6 +34,7 @@ from ds4.engine.sampler import new_sampler
 from ds4.engine.session import ModelHandle, Session
 from ds4.engine.types import (
     AUTO_CTX,
+    Described,
     EngineConfig,
     MemoryPlan,
     ModelInfo,
@@ -68,7 +69,7 @@ _PAGE_ROWS = 64
 _WORKSPACE = 3 / 2
 
 
-class Engine:
+class Engine(Described):
     """A model on a backend; satisfies `ds4.engine.types.EngineLike`. Made by `Engine.open` or `ds4.load`."""
 
     def __init__(
@@ -80,15 +81,13 @@ class Engine:
         tokenizer: Tokenizer | None,
         plan: MemoryPlan,
     ) -> None:
-        self._config = config
         self._file = file
         self._backend = backend
         self._handle: ModelHandle | None = handle
         self._tokenizer = tokenizer
-        self._plan = plan
         # Models pad their vocabulary with rows that no text spells: those are never drawn.
         self._vocab = min(handle.native.vocab, tokenizer.vocab_size if tokenizer else handle.native.vocab)
-        self._info = ModelInfo(
+        info = ModelInfo(
             id=file.id,
             name=file.name,
             family=file.family,
@@ -101,6 +100,7 @@ class Engine:
             file_bytes=file.file_bytes,
             types=file.type_bytes,
         )
+        super().__init__(info, config, plan)
 
     @classmethod
     def open(cls, config: EngineConfig | None = None, progress: Progress | None = None) -> Engine:
@@ -141,19 +141,6 @@ class Engine:
         handle = ModelHandle(native, file.family, fingerprint(file, config.kv_qat), config.prefill_chunk, module)
         let_go(t.data for t in tensors)  # the backend holds the weights now
         return cls(config, file, backend, handle, tokenizer, plan)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def config(self) -> EngineConfig:
-        return self._config
-
-    @property
-    def plan(self) -> MemoryPlan:
-        """The plan the engine was opened with; weights as the backend really holds them."""
-        return self._plan
 
     @property
     def backend_name(self) -> str:

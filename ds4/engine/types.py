@@ -267,6 +267,29 @@ class RowResult:
     ahead: AheadLike | None = None
 
 
+class Described:
+    """What an open model tells of itself: a base of engines."""
+
+    def __init__(self, info: ModelInfo, config: EngineConfig, plan: MemoryPlan) -> None:
+        self._info = info
+        self._config = config
+        self._plan = plan
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def config(self) -> EngineConfig:
+        """What it was opened with, the context resolved."""
+        return self._config
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The plan it was opened with; weights as the backend really holds them."""
+        return self._plan
+
+
 class EngineLike(Protocol):
     """An open model that computes steps. One thread at a time may call `step`."""
 

@@ -79,6 +79,7 @@ class App:
             observer=metrics,
             log_route=bridge.log_route,
             markers=markers,
+            names_elsewhere=True,
         )
         bridge.connect(self._scheduler)
         self._service = Service(

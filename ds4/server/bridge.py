@@ -116,21 +116,29 @@ class Bridge:
 
     def deliver(self, batch: list[tuple[Job, list[Event]]]) -> None:
         """On the engine thread, once per step."""
-        self._soon(self._spread, batch)
+        if not self._soon(self._spread, batch):
+            for job, _ in batch:
+                self._name(job)
 
     def log_route(self, line: str) -> None:
         """On the engine thread, which has a step to begin: the loop has the time to write a line."""
         self._soon(log_route, line)
 
-    def _soon(self, call: Callable[[Any], None], what: object) -> None:
+    def _soon(self, call: Callable[[Any], None], what: object) -> bool:
         try:
             self._loop.call_soon_threadsafe(call, what)
         except RuntimeError:
             # The loop is closed: the process ends and nobody waits for this.
-            return
+            return False
+        return True
 
-    @staticmethod
-    def _spread(batch: list[tuple[Job, list[Event]]]) -> None:
+    def _name(self, job: Job) -> None:
+        if job.naming is not None:
+            assert self._scheduler is not None
+            self._scheduler.name(job)
+
+    def _spread(self, batch: list[tuple[Job, list[Event]]]) -> None:
         for job, events in batch:
+            self._name(job)
             if isinstance(job.sink, Pending):
                 job.sink.put(events)

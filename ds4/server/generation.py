@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from ds4 import _core, _dsml
 from ds4.engine.types import Row, RowResult, SamplerLike
 from ds4.errors import EngineError
-from ds4.prompt.types import Message, ToolCall
 from ds4.server.constrained import Constrained
-from ds4.server.keys import key_of_tokens
 from ds4.server.kvfile import THINKING_VISIBLE
-from ds4.server.reuse import Bound, LiveText, Query, Reuse, Visible
+from ds4.server.naming import Naming
+from ds4.server.reuse import Bound, Query, Reuse
 from ds4.server.types import (
     BrokenCall,
     ContentDelta,
@@ -57,7 +56,7 @@ class Job:
     Each job gets exactly one terminal event, `Finish` or `Failed`, whatever becomes of it.
     """
 
-    __slots__ = ("cancelled", "query", "request", "sink", "submitted")
+    __slots__ = ("cancelled", "naming", "query", "request", "sink", "submitted")
 
     def __init__(
         self, request: GenerationRequest, prompt: npt.NDArray[np.int32], submitted: float, sink: object = None
@@ -67,6 +66,8 @@ class Job:
         self.submitted = submitted
         self.sink = sink
         self.cancelled = False
+        self.naming: Naming | None = None
+        """What is to be worked out before the end is passed on (`Scheduler.name`)."""
 
     @property
     def prompt(self) -> npt.NDArray[np.int32]:
@@ -194,59 +195,26 @@ class Generation:
     def _cached(self) -> int:
         return max(0, self._asked - (self.prompt_tokens - self.reuse.tokens))
 
-    def live_text(self) -> LiveText | None:
-        """The key of what the session holds: the prompt's and what was drawn and evaluated. None during prefill."""
+    def naming(self, end: Finish | Failed) -> Naming | None:
+        """By what texts the session can be found. None during prefill, and where prompts have no keys."""
         key, prompt = self.job.query.key, self.prompt_tokens
         live = self.slot.session.n_tokens
         if not key or self.position < prompt or live < prompt:
             return None
-        tokens = self.slot.session.tokens[prompt:].tolist()
-        if self._over and self._parser.result.calls and not self._stands_as_drawn(tokens):
-            sent = self._as_sent(self._parser.result.reasoning)
-            return None if sent is None else LiveText(sent, live)
-        drawn = key_of_tokens(self._tokenizer, tokens)
-        return None if drawn is None else LiveText(key, live, drawn)
-
-    def _stands_as_drawn(self, tokens: list[int]) -> bool:
-        """Do content and calls, put together again, spell what was drawn? White space before calls is no content."""
-        result = self._parser.result
-        drawn = self._tokenizer.decode(tokens)
-        if self.completion_tokens > len(tokens):
-            drawn += self._token_bytes(self._last_token)
-        return drawn.endswith(result.content.encode("utf-8", "replace") + (result.raw or b""))
-
-    def _as_sent(self, reasoning: str) -> bytes | None:
-        """The key of the state as a client sends the turn back: without its last token where the state lacks it."""
-        request, result = self.job.request, self._parser.result
-        if request.visible is None:
-            return None
-        calls = tuple(ToolCall("", call.name, call.arguments, result.raw) for call in result.calls)
-        key = request.visible(Message("assistant", result.content, reasoning, calls))
-        missing = self.completion_tokens - (self.slot.session.n_tokens - self.prompt_tokens)
-        if key is None or missing not in (0, 1):
-            return None
-        last = self._token_bytes(self._last_token) if missing else b""
-        return key.removesuffix(last) if key.endswith(last) else None
-
-    def visible(self) -> Visible | None:
-        """The key of what the client saw of the state, where it differs from the state: there was reasoning.
-
-        Clients of Responses never send it back. A prompt without tools is rendered without it, whoever sends it; with
-        tools it is rendered for clients that send it, and those that do not are met here. After a stop string, an error
-        or the length limit the state is not what the client goes on with.
-        """
-        request = self.job.request
-        if request.visible is None or not self._reasoning_tokens or self._stop is not None or not self._over:
-            return None
-        result = self._parser.result
-        if result.finish not in ("stop", "tool_calls") or result.void_calls:
-            return None
-        kind = "responses-visible" if request.dialect == "responses" else "thinking-visible"
-        key = self._as_sent("")
         entry = self.reuse.entry
-        left_out = self.reuse.left_out or (entry is not None and bool(entry.flags & THINKING_VISIBLE))
-        sent = kind == "thinking-visible" and request.tools and not left_out
-        return None if not key else Visible(key, self.slot.session.n_tokens, kind, sent)
+        return Naming(
+            request=self.job.request,
+            tokenizer=self._tokenizer,
+            key=key,
+            live=live,
+            drawn=tuple(self.slot.session.tokens[prompt:].tolist()),
+            last=self._last_token,
+            missing=self.completion_tokens - (live - prompt),
+            result=self._parser.result,
+            over=self._over,
+            shown=isinstance(end, Finish) and self._reasoning_tokens > 0 and self._stop is None,
+            left_out=self.reuse.left_out or (entry is not None and bool(entry.flags & THINKING_VISIBLE)),
+        )
 
     def bound(self, end: Finish) -> Bound | None:
         """Whose calls the state ends with: a turn in a dialect that binds results to their calls by ids."""

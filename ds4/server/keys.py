@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ds4.engine.encoding import SPECIAL_KEY_BYTE, special_key
+from ds4.engine.encoding import SPECIAL_KEY_BYTE, key_parts, special_key
 from ds4.prompt.types import Conversation, Message, Renderer
 
 if TYPE_CHECKING:
@@ -68,29 +68,16 @@ def key_of_tokens(tokenizer: Tokenizer, tokens: Iterable[int]) -> bytes | None:
 def tokens_of_key(tokenizer: Tokenizer, key: bytes) -> list[int] | None:
     """Encodes the rest of a prompt's key. None when it does not begin between two characters."""
     tokens: list[int] = []
-    at = 0
     try:
-        while at < len(key):
-            if key[at] == SPECIAL_KEY_BYTE:
-                tokens.append(int.from_bytes(key[at + 1 : at + _SPECIAL_BYTES], "little"))
-                at += _SPECIAL_BYTES
-                continue
-            end = key.find(b"\xff", at)
-            end = len(key) if end < 0 else end
-            tokens += tokenizer.encode(key[at:end].decode())
-            at = end
+        for _, part in key_parts(key):
+            tokens += [part] if isinstance(part, int) else tokenizer.encode(part.decode())
     except UnicodeDecodeError:
         return None
     return tokens
 
 
 def _special_places(key: bytes) -> list[int]:
-    places: list[int] = []
-    at = key.find(b"\xff")
-    while at >= 0:
-        places.append(at)
-        at = key.find(b"\xff", at + _SPECIAL_BYTES)
-    return places
+    return [place for place, part in key_parts(key) if isinstance(part, int)]
 
 
 @dataclass(frozen=True, slots=True)

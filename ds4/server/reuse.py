@@ -161,8 +161,9 @@ class Lookup:
         self._store = store
         self._common: dict[int, int] = {}
         self._at_most: dict[int, int] = {}
+        self._reach: dict[int, tuple[int, SessionLike | None]] = {}
         self._begins: dict[int, bool] = {}
-        self._by_text: dict[int, Reuse | None] = {}
+        self._by_text: dict[int, tuple[Reuse | None, int]] = {}
         self._entry: Entry | None = None
         self._asked_beyond: int | None = None
 
@@ -179,6 +180,19 @@ class Lookup:
                 return 0
             self._common[index] = found
         return found if found > beyond else 0
+
+    def reach(self, slot: Slot, beyond: int = 0) -> tuple[int, SessionLike | None]:
+        """How many of those tokens the slot's session can be cut to, and the snapshot to copy for it."""
+        common = self.common(slot, beyond)
+        if not common:
+            return 0, None
+        found = self._reach.get(slot.index)
+        if found is None:
+            found = common, None
+            if not slot.session.can_rewind(common):
+                found = slot.past.best(common) or (0, None)
+            self._reach[slot.index] = found
+        return found
 
     def promise(self, slot: Slot) -> int:
         """How much a slot is worth looking at first: the prompt has its last answer where it would be, or the end of
@@ -199,11 +213,13 @@ class Lookup:
             self.compared_bytes += len(base)
         return known
 
-    def by_text(self, slot: Slot) -> Reuse | None:
-        """What of the slot's state has a text that the prompt's begins with."""
-        if slot.index not in self._by_text:
-            self._by_text[slot.index] = _by_text(slot, self)
-        return self._by_text[slot.index]
+    def by_text(self, slot: Slot, beyond: int) -> Reuse | None:
+        """What of the slot's state has a text that the prompt's begins with; None: not more than `beyond` tokens."""
+        found, asked = self._by_text.get(slot.index, (None, -1))
+        if found is None and (asked < 0 or beyond < asked):
+            found = _by_text(slot, self, beyond)
+            self._by_text[slot.index] = found, beyond
+        return found if found is not None and found.tokens > beyond else None
 
     def checkpoint(self, beyond: int) -> Entry | None:
         """The best checkpoint on disk with more than `beyond` tokens."""
@@ -293,11 +309,8 @@ class MemoryRewind:
     margin = 0
 
     def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
-        common = lookup.common(slot, beyond)
-        if not 0 < common < slot.session.n_tokens:
-            return None
-        kept, state = _reach(slot, common)
-        return Reuse("memory-rewind", kept, state=state) if kept > beyond else None
+        kept, state = lookup.reach(slot, beyond)
+        return Reuse("memory-rewind", kept, state=state) if beyond < kept < slot.session.n_tokens else None
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         slot.cut(reuse.tokens, reuse.state)
@@ -309,33 +322,23 @@ class MemoryText:
     margin = NEAR
 
     def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
-        return lookup.by_text(slot)
+        return lookup.by_text(slot, beyond)
 
     def materialise(self, slot: Slot, query: Query, reuse: Reuse) -> None:
         slot.cut(reuse.tokens, reuse.state)
 
 
-def _reach(slot: Slot, common: int) -> tuple[int, SessionLike | None]:
-    """How many of the session's first `common` tokens can be gone back to, and the snapshot to copy for it."""
-    if slot.session.can_rewind(common):
-        return common, None
-    return slot.past.best(common) or (0, None)
-
-
-def _by_text(slot: Slot, lookup: Lookup) -> Reuse | None:
-    """What of the slot's state has a text that the prompt's begins with."""
+def _by_text(slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
+    """What of the slot's state has a text that the prompt's begins with, more than `beyond` tokens: the most of it."""
     best: Reuse | None = None
-    for text in (slot.text, slot.asked):
-        found = None if text is None else _named(slot.session, text, lookup)
-        if found is not None and (best is None or found.tokens > best.tokens):
-            best = found
-    for snapshot in slot.past:
-        for text in snapshot.names:
-            if best is not None and text.tokens <= best.tokens:
-                continue
-            found = _named(snapshot.session, text, lookup)
-            if found is not None and (best is None or found.tokens > best.tokens):
-                best = replace(found, state=snapshot.session)
+    live = [(text, None) for text in (slot.text, slot.asked) if text is not None]
+    past = [(text, snapshot.session) for snapshot in slot.past for text in snapshot.names]
+    for text, state in sorted([*live, *past], key=lambda named: -named[0].tokens):
+        if text.tokens <= (best.tokens if best else beyond):
+            break
+        found = _named(state or slot.session, text, lookup)
+        if found is not None and found.tokens > (best.tokens if best else beyond):
+            best = replace(found, state=state)
     return best
 
 
@@ -365,11 +368,11 @@ class Fork:
             if other is slot or other.loading or other.session.n_tokens <= beyond:
                 continue
             most = max(beyond, best.tokens if best else 0)
-            kept, state = _reach(other, lookup.common(other, most))
+            kept, state = lookup.reach(other, most)
             if kept > most:
                 best = Reuse("fork", kept, in_place=False, source=other, state=state)
-            by_text = lookup.by_text(other)
-            if by_text is not None and by_text.tokens > (best.tokens if best else 0) + NEAR:
+            by_text = lookup.by_text(other, max(beyond, (best.tokens if best else 0) + NEAR))
+            if by_text is not None:
                 best = replace(by_text, kind="fork", in_place=False, source=other)
         return best
 

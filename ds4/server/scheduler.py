@@ -18,7 +18,8 @@ session joins them when it is complete.
 A generation that decodes alone has the engine guess ahead, where it can and as long as that pays.
 
 Admission is first in, first out. Two threads meet here: any thread may `submit`, `cancel` and `shutdown`, which only
-put a message into the inbox; everything else belongs to the engine thread. Events leave through `deliver`.
+put a message into the inbox; everything else belongs to the engine thread. Events leave through `deliver`. With
+`names_elsewhere` whoever gets them calls `name` for each job before it passes on its end.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ds4.engine.drafting import DraftPolicy
 from ds4.engine.types import Row, RowResult
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
 from ds4.server.generation import Generation, Job, Restoring
+from ds4.server.naming import Names, Naming
 from ds4.server.reuse import NOTHING, Fork, LiveText, Lookup, Query, Reuse, materialise, probe, settle
 from ds4.server.slots import Slot, Slots, describe, log_route
 from ds4.server.snapshots import Snapshots
@@ -56,6 +58,8 @@ Deliver = Callable[[list[tuple[Job, list[Event]]]], None]
 """Takes all events of a step at once, on the engine thread; must not block."""
 
 
+NAMED_HERE = 16384
+"""Bytes of a conversation that the engine thread renders itself: 60 us."""
 MIXED_SECONDS = 0.02
 """Of prefill beside streams in one step, at least."""
 TOGETHER_SECONDS = 0.3
@@ -168,6 +172,12 @@ class _Restored:
 
 
 @dataclass(frozen=True, slots=True)
+class _Named:
+    naming: Naming
+    names: Names
+
+
+@dataclass(frozen=True, slots=True)
 class _Shutdown:
     grace: float
 
@@ -185,6 +195,7 @@ class Scheduler:
         observer: Observer | None = None,
         markers: Markers | None = None,
         log_route: Callable[[str], None] = log_route,
+        names_elsewhere: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`log_route` takes each decision where it is made, in one line; another thread may better write it down."""
@@ -199,7 +210,8 @@ class Scheduler:
         self._observer = observer
         self._log_route = log_route
         self._clock = clock
-        self._inbox: SimpleQueue[Job | _Cancel | _Restored | _Shutdown] = SimpleQueue()
+        self._names_elsewhere = names_elsewhere
+        self._inbox: SimpleQueue[Job | _Cancel | _Restored | _Named | _Shutdown] = SimpleQueue()
         self._accepting = True
         self._drafting = DraftPolicy(engine.most_drafts)
         self._queue: deque[Job] = deque()
@@ -248,6 +260,18 @@ class Scheduler:
         """Ends a job wherever it is, at the latest after the running step. Harmless when it is over."""
         job.cancelled = True
         self._inbox.put(_Cancel(job))
+
+    def name(self, job: Job) -> None:
+        """Works out what texts the session of an ended job stands for. Its client must not learn of the end before."""
+        naming, job.naming = job.naming, None
+        if naming is None:
+            return
+        try:
+            names = naming.names()
+        except Exception as error:
+            log.error("%s: the live text is not known: %s", job.request.id, error, exc_info=error)
+            names = Names()
+        self._inbox.put(_Named(naming, names))
 
     def shutdown(self, grace: float) -> None:
         """Refuses new and queued requests; running ones may finish within `grace` seconds. May be called again."""
@@ -411,13 +435,15 @@ class Scheduler:
         except Empty:
             pass
 
-    def _receive(self, message: Job | _Cancel | _Restored | _Shutdown) -> None:
+    def _receive(self, message: Job | _Cancel | _Restored | _Named | _Shutdown) -> None:
         if isinstance(message, Job):
             self._queue.append(message)
         elif isinstance(message, _Cancel):
             self._cancel(message.job)
         elif isinstance(message, _Restored):
             self._restored(message.generation, message.error)
+        elif isinstance(message, _Named):
+            self._named(message.naming, message.names)
         else:
             deadline = self._clock() + message.grace
             self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
@@ -441,7 +467,8 @@ class Scheduler:
             for slot in self.slots:
                 if slot.generation is not None:
                     self._end_running(slot.generation, Failed("shutdown requested", 503))
-        self.stopped = self.slots.n_busy == 0
+        unnamed = any(slot.naming is not None for slot in self.slots)
+        self.stopped = self.slots.n_busy == 0 and not unnamed
 
     # ---- admission
 
@@ -658,12 +685,23 @@ class Scheduler:
         """By what texts the next turn can find what the session holds now. Nothing to fail a request for."""
         slot = generation.slot
         try:
-            slot.text = generation.live_text()
-            slot.visible = generation.visible() if isinstance(terminal, Finish) else None
             slot.bound = generation.bound(terminal) if isinstance(terminal, Finish) else None
+            naming = generation.naming(terminal) if isinstance(terminal, (Finish, Failed)) else None
+            if naming is not None and self._names_elsewhere and naming.size > NAMED_HERE:
+                slot.text = slot.visible = None
+                slot.naming = generation.job.naming = naming
+            else:
+                names = Names() if naming is None else naming.names()
+                slot.text, slot.visible = names.text, names.visible
         except Exception as error:
             log.error("%s: the live text is not known: %s", generation.job.request.id, error, exc_info=error)
             slot.forget()
+
+    def _named(self, naming: Naming, names: Names) -> None:
+        """Of no use when another prompt has taken the session meanwhile."""
+        for slot in self.slots:
+            if slot.naming is naming:
+                slot.text, slot.visible, slot.naming = names.text, names.visible, None
 
     def _end(self, generation: Generation, terminal: Finish | Failed, events: list[Event]) -> None:
         events.append(terminal)

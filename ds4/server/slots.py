@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ds4.engine.types import EngineLike, SessionLike
     from ds4.server.generation import Generation
     from ds4.server.kvstore import KvStore
+    from ds4.server.naming import Naming
 
 STALE_SECONDS = 3600.0
 _SPAN = 1 << 20
@@ -42,6 +43,7 @@ class Slot:
     is on the scheduler's clock. `tokens` is what the session held when its last generation ended: other threads
     read it instead of the session. `text` is the key of what the session held then, `visible` of
     what the client saw of it, `asked` of the last prompt once it is evaluated; `bound` says whose calls it ends with.
+    `naming` is on its way to become `text` and `visible`.
     `past` has copies of the session as it was, `last_store` is the last frontier that was stored while the
     conversation grew.
     """
@@ -56,6 +58,7 @@ class Slot:
     visible: Visible | None = None
     asked: LiveText | None = None
     bound: Bound | None = None
+    naming: Naming | None = None
     past: Past = field(default_factory=Past)
     last_store: int = 0
 
@@ -70,7 +73,7 @@ class Slot:
 
     def forget(self) -> None:
         """The session is about to hold something else: no text stands for it."""
-        self.text = self.visible = self.asked = self.bound = None
+        self.text = self.visible = self.asked = self.bound = self.naming = None
 
     def clear(self) -> None:
         """Empties the session."""

@@ -55,6 +55,7 @@ class Driver:
         clock: Clock | None = None,
         checkpoints: Checkpoints | None = None,
         observer: Observer | None = None,
+        names_elsewhere: bool = False,
         **config: Any,
     ) -> None:
         self.engine = engine
@@ -66,6 +67,7 @@ class Driver:
             self._deliver,
             checkpoints=checkpoints,
             observer=observer,
+            names_elsewhere=names_elsewhere,
             clock=self.clock,
         )
         self._events: dict[Job, list[Event]] = {}

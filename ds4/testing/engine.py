@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ds4.engine.types import (
     CancelCheck,
+    Described,
     EngineConfig,
     MemoryPlan,
     ModelInfo,
@@ -268,7 +269,7 @@ class ScriptedSession:
         self.closed = True
 
 
-class ScriptedEngine:
+class ScriptedEngine(Described):
     """`EngineLike` that answers from scripts.
 
     >>> ScriptedEngine(["Hello", " world"])                    # every request: two tokens, then end of text
@@ -313,8 +314,9 @@ class ScriptedEngine:
         self.sessions: list[ScriptedSession] = []
         self._scripts = list(scripts) or ["Hello world"]
         self._tokenizer: ScriptedTokenizer | Tokenizer = ScriptedTokenizer() if tokenizer is None else tokenizer
-        self._config = EngineConfig(model=Path("scripted"), ctx=ctx, slots=slots, prefill_chunk=2048)
-        self._info = ModelInfo(
+        config = EngineConfig(model=Path("scripted"), ctx=ctx, slots=slots, prefill_chunk=2048)
+        plan = MemoryPlan(1, 4 * ctx, slots, 0, 1 << 40, snapshots=snapshots, snapshot_bytes=4 * ctx)
+        info = ModelInfo(
             id=model_id,
             name=model_id,
             family="scripted",
@@ -326,9 +328,9 @@ class ScriptedEngine:
             n_params=1,
             file_bytes=1,
         )
+        super().__init__(info, config, plan)
         self._rewinds = rewinds
         self._slack = slack
-        self._snapshots = snapshots
         self.memory_left: int | None = None
         self._step_seconds = step_seconds
         self._prefill_token_seconds = prefill_token_seconds
@@ -347,28 +349,8 @@ class ScriptedEngine:
     # ---- the surface of an engine
 
     @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def config(self) -> EngineConfig:
-        return self._config
-
-    @property
     def tokenizer(self) -> Tokenizer:
         return cast("Tokenizer", self._tokenizer)
-
-    @property
-    def plan(self) -> MemoryPlan:
-        return MemoryPlan(
-            weight_bytes=1,
-            state_bytes=4 * self._config.ctx,
-            slots=self._config.slots,
-            workspace_bytes=0,
-            available_bytes=1 << 40,
-            snapshots=self._snapshots,
-            snapshot_bytes=4 * self._config.ctx,
-        )
 
     @property
     def backend_name(self) -> str:
