@@ -73,7 +73,8 @@ const float* Attention::queries(const Shape& s, const Block& b, int64_t head) co
   return q;
 }
 
-void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t index, const float* q, Partial to) const {
+void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t index, const float* q, Partial to,
+                        const Block* next, int64_t next_head) const {
   thread_local FloatBuffer memory;
   const int64_t vectors = b.rows * s.group;
   float* page = memory.at_least(kPageRows * s.padded + vectors * (kSegment + 1));
@@ -94,6 +95,8 @@ void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t in
     keys[p] = b.state->head_page(s.kv.k, base / kPageRows + p, head);
     if (p < kPages) values[p] = b.state->head_page(s.kv.v, base / kPageRows + p, head);
   }
+  if (next && index + 1 == b.segments)
+    for (int64_t p = 0; p < kPages; ++p) keys[kPages + p] = next->state->head_page(s.kv.k, p, next_head);
   AttentionArgs a;
   a.q = q + skip * s.group * s.dim;
   a.n = n;
@@ -144,9 +147,10 @@ void Attention::run(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t 
         float* at = memory.at_least(2 * floats);
         const Partial all = partial(s, at, vectors), part = partial(s, at + floats, vectors);
         const float* scaled = queries(s, b, i % kv_heads);
-        segment(s, b, i % kv_heads, 0, scaled, all);
+        const Block* next = i + 1 < last ? &blocks_[static_cast<size_t>((i + 1) / kv_heads)] : nullptr;
+        segment(s, b, i % kv_heads, 0, scaled, all, next, (i + 1) % kv_heads);
         for (int64_t index = 1; index < b.segments; ++index) {
-          segment(s, b, i % kv_heads, index, scaled, part);
+          segment(s, b, i % kv_heads, index, scaled, part, next, (i + 1) % kv_heads);
           fold(s, b, index, all, part);
         }
         write(s, b, i % kv_heads, all);

@@ -32,7 +32,9 @@ struct TileArgs {
   const uint8_t* ahead = nullptr;  // where the next tile's bytes start
   int64_t ahead_step = 0;          // bytes to prefetch per k-block, 0: none
   int64_t cols = 0;
-  float* out = nullptr;  // [N][16]
+  float* out = nullptr;     // [N][16], rows `out_stride` apart
+  int64_t out_stride = 16;  // elements
+  bool add = false;         // to what is there
 };
 using TileFn = void (*)(const TileArgs&);
 

@@ -40,6 +40,17 @@ inline int32_t i32_at(const uint8_t* p) {
   return v;
 }
 
+template <int N>
+__attribute__((always_inline)) inline void store_tile(const TileArgs& a, const Vf (&acc)[N]) {
+  if (a.add) {
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) store(a.out + a.out_stride * t, add(load(a.out + a.out_stride * t), acc[t]));
+  } else {
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) store(a.out + a.out_stride * t, acc[t]);
+  }
+}
+
 // 16 output rows x N tokens over all columns, block-quantised weights.
 template <TileKind K, int N>
 void tile_int8(const TileArgs& a) {
@@ -163,8 +174,7 @@ void tile_int8(const TileArgs& a) {
       }
     }
   }
-#pragma GCC unroll 16
-  for (int t = 0; t < N; ++t) store(a.out + 16 * t, acc[t]);
+  store_tile(a, acc);
 }
 
 // The same for float weights; F16 and F32 multiply in f32, BF16 in pairs.
@@ -193,8 +203,7 @@ void tile_float(const TileArgs& a) {
       for (int t = 0; t < N; ++t) acc[t] = fma(v, set1(f32_at(x + 4 * t)), acc[t]);
     }
   }
-#pragma GCC unroll 16
-  for (int t = 0; t < N; ++t) store(a.out + 16 * t, acc[t]);
+  store_tile(a, acc);
 }
 
 // Sum of the lanes in one fixed order: halves, quarters, ...
@@ -422,14 +431,24 @@ void weigh_row(const float* p, int64_t first, int64_t last, const E* values, int
   for (; i < padded; i += 16) weigh<N, 1>(p, first, last, values + i, padded, nullptr, acc + i);
 }
 
+// `scores` of the first `tiles` tiles of a page, T at a time and what is left in halves of that.
+template <int N, int T, class E>
+void scores_of(const float* q, int64_t dim, const E* keys, const uint16_t* ahead, int tiles, float* out) {
+  int t = 0;
+  for (; t + T <= tiles; t += T)
+    scores<N, T>(q, dim, keys + t * dim * 16, ahead ? ahead + t * dim * 16 : nullptr, out + t * 16);
+  if constexpr (T > 1) {
+    if (t < tiles)
+      scores_of<N, T / 2>(q, dim, keys + t * dim * 16, ahead ? ahead + t * dim * 16 : nullptr, tiles - t, out + t * 16);
+  }
+}
+
 // Scores of query vectors [from, a.n) against the page of keys at `base`, in runs of at most N.
 template <int N, class E>
 void scores_all(const AttentionArgs& a, const E* keys, const uint16_t* ahead, int tiles, int64_t base, int64_t from) {
   int64_t v = from;
   for (; v + N <= a.n; v += N, ahead = nullptr)
-    for (int t = 0; t < tiles; t += kScoreTiles)
-      scores<N, kScoreTiles>(a.q + v * a.dim, a.dim, keys + t * a.dim * 16, ahead ? ahead + t * a.dim * 16 : nullptr,
-                             a.work + v * kSegment + base + t * 16);
+    scores_of<N, kScoreTiles>(a.q + v * a.dim, a.dim, keys, ahead, tiles, a.work + v * kSegment + base);
   if constexpr (N > 1) {
     if (v < a.n) scores_all<(N > 3 ? 3 : N - 1)>(a, keys, ahead, tiles, base, v);
   }
@@ -504,7 +523,7 @@ void attend(const AttentionArgs& a) {
     const int64_t page = base / kPageRows, left = most - base;
     const int tiles = left >= kPageRows ? 4 : static_cast<int>((left + 15) / 16);
     if (wide) {
-      widen(a.keys[page], (tiles + kScoreTiles - 1) / kScoreTiles * kScoreTiles * 16 * a.dim, a.page);
+      widen(a.keys[page], tiles * 16 * a.dim, a.page);
       scores_all<kScoreVectors>(a, a.page, a.values[page], tiles, base, from);
     } else {
       scores_all<kScoreVectors>(a, a.keys[page], a.values[page], tiles, base, from);

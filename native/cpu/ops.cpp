@@ -143,12 +143,7 @@ class CpuOps final : public Ops {
       require(b.vector() && b.rows() * b.cols() == w.rows(), "linear bias shape");
       add = b.vector();
     }
-    multiply(w, x, norm, y, [&](const float* sums, int64_t row, int64_t n, float* out) {
-      if (add)
-        for (int64_t i = 0; i < n; ++i) out[i] = sums[i] + add[row + i];
-      else
-        copy_lanes(sums, n, out);
-    });
+    multiply(w, x, norm, y, add, false);
   }
 
   void linear_add(const Weight& weight, Tensor x, Tensor y) override {
@@ -156,12 +151,7 @@ class CpuOps final : public Ops {
     require(x.n == y.n && x.dim == w.cols() && y.dim == w.rows(), "linear_add shapes");
     require(w.use() == WeightUse::Linear || w.use() == WeightUse::TiedHead,
             "linear_add: a weight loaded for another use");
-    multiply(w, x, nullptr, y, [](const float* sums, int64_t, int64_t n, float* out) {
-      if (n == kTileRows)
-        for (int64_t i = 0; i < kTileRows; ++i) out[i] += sums[i];
-      else
-        for (int64_t i = 0; i < n; ++i) out[i] += sums[i];
-    });
+    multiply(w, x, nullptr, y, nullptr, true);
   }
 
   void linear_swiglu(const Weight& weight, Tensor x, const Norm* norm, Tensor y) override {
@@ -179,8 +169,8 @@ class CpuOps final : public Ops {
       const int64_t n = std::min(kTileRows, gate.rows - tile * kTileRows);
       for (const Group& group : groups) {
         fetch_rows(y, group, tile * kTileRows);
-        run_tile(gate, tile, group, w.cols(), &group == groups.data(), g);
-        run_tile(up, tile, group, w.cols(), &group == groups.data(), u);
+        run_tile(gate, tile, group, w.cols(), &group == groups.data(), {g});
+        run_tile(up, tile, group, w.cols(), &group == groups.data(), {u});
         kernels_.swiglu(g, u, 16 * group.tokens, limit, g);
         for (int64_t t = 0; t < group.tokens; ++t)
           copy_lanes(g + 16 * t, n, row_of(y, group.first + t) + tile * kTileRows);
@@ -321,7 +311,14 @@ class CpuOps final : public Ops {
     });
   }
 
-  void run_tile(const Segment& s, int64_t tile, const Group& g, int64_t cols, bool ahead, float* out) const {
+  // Where the results of a tile go.
+  struct Target {
+    float* out = nullptr;
+    int64_t stride = kTileRows;
+    bool add = false;
+  };
+
+  void run_tile(const Segment& s, int64_t tile, const Group& g, int64_t cols, bool ahead, Target to) const {
     TileArgs a;
     a.tile = s.data + tile * s.tile_stride;
     a.scales = a.tile + s.scales_at;
@@ -334,7 +331,9 @@ class CpuOps final : public Ops {
       a.ahead_step = s.format.bits == 0 ? 64 : bytes / ((cols + kBlock - 1) / kBlock);
     }
     a.cols = cols;
-    a.out = out;
+    a.out = to.out;
+    a.out_stride = to.stride;
+    a.add = to.add;
     kernels_.tile[static_cast<int>(s.format.kind)][g.size_index](a);
   }
 
@@ -351,9 +350,8 @@ class CpuOps final : public Ops {
       std::copy_n(from, n, to);
   }
 
-  // sink(sums, row, n, out) for every tile and token: the sums of output rows [row, row + n), and where they belong.
-  template <class Sink>
-  void multiply(const PackedWeight& w, Tensor x, const Norm* norm, Tensor y, Sink&& sink) {
+  // y = W x, plus `bias` or what is in y.
+  void multiply(const PackedWeight& w, Tensor x, const Norm* norm, Tensor y, const float* bias, bool add) {
     prepare(w, x, norm);
     const std::vector<Segment>& segments = w.segments();
     int64_t tiles = 0;
@@ -365,8 +363,17 @@ class CpuOps final : public Ops {
       const int64_t row = s->first_row + tile * kTileRows, n = std::min(kTileRows, s->rows - tile * kTileRows);
       for (const Group& g : groups) {
         fetch_rows(y, g, row);
-        run_tile(*s, tile, g, w.cols(), &g == groups.data(), sums);
-        for (int64_t t = 0; t < g.tokens; ++t) sink(sums + 16 * t, row, n, row_of(y, g.first + t) + row);
+        float* to = row_of(y, g.first) + row;
+        if (n == kTileRows && !bias) {
+          run_tile(*s, tile, g, w.cols(), &g == groups.data(), {to, y.stride, add});
+          continue;
+        }
+        run_tile(*s, tile, g, w.cols(), &g == groups.data(), {sums});
+        for (int64_t t = 0; t < g.tokens; ++t)
+          for (int64_t i = 0; i < n; ++i) {
+            float& at = to[t * y.stride + i];
+            at = add ? at + sums[16 * t + i] : bias ? sums[16 * t + i] + bias[row + i] : sums[16 * t + i];
+          }
       }
     });
   }

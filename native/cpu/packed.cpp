@@ -304,6 +304,34 @@ int64_t round_up(int64_t n, int64_t to) {
   return (n + to - 1) / to * to;
 }
 
+// Whether `restore_row` knows the type.
+bool restorable(DType type) {
+  return type == DType::F32 || type == DType::F16 || type == DType::BF16 || type == DType::Q8_0 ||
+         type == DType::Q4_0 || type == DType::Q4_1;
+}
+
+// The stored row that `pack_row` has written into lane `lane` of a tile.
+void restore_row(const Format& f, DType type, const uint8_t* tile, int64_t cols, int64_t lane, uint8_t* row) {
+  if (f.bits == 0) {
+    const int64_t size = f.kind == TileKind::F32 ? 4 : 2;
+    for (int64_t c = 0; c < cols; ++c) {
+      const int64_t at = f.kind == TileKind::BF16 ? (c / 2) * 64 + lane * 4 + (c % 2) * 2 : (c * 16 + lane) * size;
+      std::memcpy(row + c * size, tile + at, static_cast<size_t>(size));
+    }
+    return;
+  }
+  const uint8_t* scales = tile + scale_offset(f, cols);
+  const int halves = has_min(f.kind) ? 2 : 1;
+  for (int64_t b = 0; b < cols / kBlock; ++b, row += block_bytes(type)) {
+    for (int h = 0; h < halves; ++h) std::memcpy(row + 2 * h, scales + (b * halves + h) * 32 + 2 * lane, 2);
+    uint8_t* values = row + 2 * halves;
+    // Four-bit values lie in the file as in the tile: column c beside column c + 16.
+    for (int64_t i = 0; i < f.bits; ++i) std::memcpy(values + 4 * i, tile + (b * f.bits + i) * 64 + 4 * lane, 4);
+    if (f.bits == 8)
+      for (int64_t i = 0; i < kBlock; ++i) values[i] ^= 0x80;
+  }
+}
+
 }  // namespace
 
 Format format_of(DType type) {
@@ -383,7 +411,7 @@ PackedWeight::PackedWeight(std::span<const MatrixView> parts, WeightUse use, Thr
     throw Invalid("load: SwiGLU takes a gate and an up matrix of equal shape");
   if ((rows_ == 1 || cols_ == 1) && use != WeightUse::SwiGLU) {
     vector_.resize(static_cast<size_t>(rows_ * cols_));
-    for (int64_t r = 0; r < rows_; ++r) dequantize(r, vector_.data() + r * cols_);
+    for (int64_t r = 0; r < rows_; ++r) read_file(r, vector_.data() + r * cols_);
   } else if (use != WeightUse::Embedding) {
     std::call_once(packed_, [&] { pack(&pool, &arena); });
   }
@@ -414,6 +442,7 @@ void PackedWeight::pack(ThreadPool* pool, SlabArena* arena) const {
   for (const Source& s : sources) {
     Segment g;
     g.format = format_of(s.type);
+    g.type = s.type;
     g.first_row = row;
     g.rows = s.rows;
     g.tiles = (s.rows + kTileRows - 1) / kTileRows;
@@ -449,7 +478,7 @@ void PackedWeight::pack(ThreadPool* pool, SlabArena* arena) const {
           return static_cast<const uint8_t*>(p.data) + r * static_cast<int64_t>(row_bytes(type, cols_));
         if (r < p.rows) {
           widened.resize(static_cast<size_t>(cols_));
-          dequantize(row, widened.data());
+          read_file(row, widened.data());
           return reinterpret_cast<const uint8_t*>(widened.data());
         }
         r -= p.rows;
@@ -471,6 +500,20 @@ void PackedWeight::pack(ThreadPool* pool, SlabArena* arena) const {
 }
 
 void PackedWeight::dequantize(int64_t row, float* out) const {
+  if (use_ == WeightUse::TiedHead && vector_.empty())
+    for (const Segment& s : segments_) {
+      const int64_t at = row - s.first_row;
+      if (at < 0 || at >= s.rows || !restorable(s.type)) continue;
+      thread_local std::vector<uint8_t> stored;
+      stored.resize(row_bytes(s.type, cols_));
+      restore_row(s.format, s.type, s.data + at / kTileRows * s.tile_stride, cols_, at % kTileRows, stored.data());
+      dequantize_row(s.type, stored.data(), out, cols_);
+      return;
+    }
+  read_file(row, out);
+}
+
+void PackedWeight::read_file(int64_t row, float* out) const {
   for (const MatrixView& p : parts_) {
     if (row < p.rows) {
       dequantize_row(p.type,
@@ -487,7 +530,7 @@ const float* PackedWeight::dense() const {
   if (const float* v = vector()) return v;
   std::call_once(widened_, [&] {
     dense_.resize(static_cast<size_t>(rows_ * cols_));
-    for (int64_t r = 0; r < rows_; ++r) dequantize(r, dense_.data() + r * cols_);
+    for (int64_t r = 0; r < rows_; ++r) read_file(r, dense_.data() + r * cols_);
   });
   return dense_.data();
 }

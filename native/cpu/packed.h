@@ -83,6 +83,7 @@ int64_t scale_offset(const Format& f, int64_t cols);  // of the scales inside a 
 // Consecutive output rows in one format.
 struct Segment {
   Format format{};
+  DType type{};          // stored
   size_t act_index = 0;  // into PackedWeight::acts
   int64_t first_row = 0;
   int64_t rows = 0;
@@ -103,13 +104,15 @@ class PackedWeight final : public Weight {
   const std::vector<ActKind>& acts() const { return acts_; }
   // A matrix of one row or one column as dense floats (norm gains, biases); null for others.
   const float* vector() const { return vector_.empty() ? nullptr : vector_.data(); }
-  // Row `row` as floats, from the model file.
+  // Row `row` as floats: of a head from what is packed, where the format allows, so that its table in the model file is
+  // not read, and not in memory, a second time; of all others from the file.
   void dequantize(int64_t row, float* out) const;
   // All rows as floats, kept from the first call on: for small matrices that are read by element.
   const float* dense() const;
 
  private:
   DType packed_type(const MatrixView& part) const;
+  void read_file(int64_t row, float* out) const;
   void pack(ThreadPool* pool, SlabArena* arena) const;
   std::vector<MatrixView> parts_;
   WeightUse use_;

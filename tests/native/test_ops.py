@@ -258,6 +258,18 @@ def test_tied_head_and_embedding(ops: _cpu.Ops, rng: np.random.Generator) -> Non
         assert_close(got, want)
 
 
+@pytest.mark.parametrize("type_name", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+def test_a_heads_table_is_not_read_again(ops: _cpu.Ops, rng: np.random.Generator, type_name: str) -> None:
+    """Rows are looked up in what was packed: the file's own need not be in memory."""
+    w = Matrix(rng, type_name, 53, 96)
+    ids, got, want = [0, 52, 15, 16, 31, 32, 15], poisoned(7, 96), poisoned(7, 96)
+    reference.embed(w.on(reference, "tied"), ids, want)
+    head = w.on(ops, "tied")
+    w.part[0][:] = 0
+    ops.embed(head, ids, got)
+    assert np.array_equal(got, want)
+
+
 def test_zero_rows_and_extreme_activations(ops: _cpu.Ops, rng: np.random.Generator) -> None:
     """Saturation: every activation at +-127 steps, every weight at its extreme."""
     for type_name in ("Q8_0", "Q5_1", "Q4_1", "IQ4_NL"):
