@@ -64,7 +64,7 @@ class Stopwatch:
 def measured(app: App, stopwatch: Stopwatch) -> None:
     """Puts the stopwatch on the way of a request, and an end behind it."""
     service = app._service
-    body, render = type(service).body, service.preparer.renderer.render
+    body, render = service.body, service.preparer.renderer.render
 
     def first(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def measured(app: App, stopwatch: Stopwatch) -> None:
         stopwatch.lap("queued")
         raise ShuttingDown("measured")
 
-    service.body = staticmethod(first("parsed", body))  # type: ignore[method-assign]
+    service.body = first("parsed", body)  # type: ignore[method-assign]
     service.preparer.renderer.render = first("rendered", render)  # type: ignore[method-assign]
     app._scheduler.submit = refuse  # type: ignore[assignment,method-assign]
 

@@ -761,3 +761,4 @@ def common_prefix_tokens(a, b):
 
 
 include "_core_events.pxi"
+include "_core_join.pxi"

@@ -187,6 +187,23 @@ class Texts(Spans):
     def read(self, node: Node) -> str:
         """As `node.as_str()`. Raises JSONError if it is no string."""
 
+@final
+class Bodies:
+    """Parses bodies, of which those of one conversation begin like the one before: only what follows is scanned.
+
+    What `Spans` made of values in the common beginning is found again without a look at their bytes. Holds at most
+    `max_bytes`, of 64 bodies at most; the latest stay, and one that went on gives way. Safe in threads.
+    """
+
+    def __init__(self, max_bytes: int, shortest: int = 16384) -> None:
+        """Bodies of fewer than `shortest` bytes are parsed and forgotten."""
+    def __len__(self) -> int: ...
+    @property
+    def bytes_held(self) -> int:
+        """At most: bodies, tapes, and what was made of them."""
+    def parse(self, body: bytes) -> Node:
+        """As the function."""
+
 def parse(body: Buffer) -> Node:
     """The root of a body, which must be one strict JSON text of at most 2**30 - 1 bytes. Raises JSONError.
 

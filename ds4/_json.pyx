@@ -46,6 +46,10 @@ cdef extern from "Python.h":
     double PyOS_string_to_double(const char* s, char** end, PyObject* overflow) except? -1.0
 
 
+cdef extern from "../native/text/prefix.h" nogil:
+    int64_t ds4_common_prefix(const uint8_t* a, const uint8_t* b, int64_t n)
+
+
 cdef extern from "../native/text/utf8.h" nogil:
     uint32_t ds4_char_next(int width, const void* data, int64_t* at, int64_t n)
 
@@ -77,6 +81,7 @@ cdef extern from "../native/text/json.h" nogil:
         int64_t steps
         int error
         int64_t error_at
+        int64_t at
         int depth
         ds4_json_frame* frames
 
@@ -99,6 +104,7 @@ cdef extern from "../native/text/json.h" nogil:
     int64_t ds4_tape_next(const uint8_t* body, const uint64_t* words, int64_t at)
     int64_t ds4_tape_end(const uint8_t* body, const uint64_t* words, int64_t at)
     uint8_t* ds4_put_escaped(uint8_t* out, uint32_t c, int all)
+    bint ds4_json_resume(const ds4_json_tape* old, int64_t same, ds4_json_tape* t)
     uint8_t* ds4_json_print(const ds4_json_tape* t, int64_t at, int canonical, uint8_t* out)
 
 
@@ -158,6 +164,11 @@ class JSONError(ValueError):
 cdef class Tape:
     cdef bytes body
     cdef ds4_json_tape t
+    # Of bodies that are remembered (`Bodies`): what was made of values, by who made it and their first word; and the
+    # same of the body that this one begins like, in its first `same` bytes.
+    cdef dict made
+    cdef dict before
+    cdef int64_t same
 
     def __dealloc__(self):
         free(self.t.words)
@@ -220,8 +231,8 @@ cdef str path_of(Tape tape, int64_t word):
     return join_path(steps)
 
 
-cdef Tape scan(object data):
-    """Scans a body; raises JSONError."""
+cdef Tape scan(object data, Tape like=None, int64_t same=0):
+    """Scans a body, of which the first `same` bytes are those of `like`; raises JSONError."""
     cdef Tape tape = Tape.__new__(Tape)
     if type(data) is bytes:
         tape.body = data
@@ -237,6 +248,8 @@ cdef Tape scan(object data):
     tape.t.body = <const uint8_t*>PyBytes_AS_STRING(tape.body)
     tape.t.size = size
     tape.t.frames = frames
+    if like is not None:
+        ds4_json_resume(&like.t, same, &tape.t)
     if size >= LONG_WORK:
         with nogil:
             kernels.scan(&tape.t)
@@ -787,6 +800,7 @@ cdef inline bint is_number(uint8_t first) noexcept nogil:
 
 include "_json_fields.pxi"
 include "_json_texts.pxi"
+include "_json_bodies.pxi"
 
 
 def parse(body):

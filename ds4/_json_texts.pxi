@@ -55,7 +55,12 @@ cdef class Spans:
         cdef int64_t size = ds4_tape_end(tape.t.body, tape.t.words, node.at) - start
         if size < self.shortest:
             return None
-        return self.known(fingerprint(tape.t.body + start, size), tape.t.body + start, size)
+        value = made_before(self, tape, node.at, start + size)
+        if value is None:
+            value = self.known(fingerprint(tape.t.body + start, size), tape.t.body + start, size)
+        if value is not None:
+            note_made(self, tape, node.at, value)
+        return value
 
     def put(self, Node node not None, value not None, int64_t cost):
         cdef Tape tape = node.tape
@@ -63,6 +68,7 @@ cdef class Spans:
         cdef int64_t size = ds4_tape_end(tape.t.body, tape.t.words, node.at) - start
         if size >= self.shortest:
             self.keep(fingerprint(tape.t.body + start, size), tape.t.body + start, size, value, cost)
+            note_made(self, tape, node.at, value)
 
     def each(self, Node array not None, make not None, int64_t weight):
         cdef Tape tape = array.tape
@@ -76,7 +82,10 @@ cdef class Spans:
         while at < last:
             start = ds4_tape_start(tape.t.words + at)
             size = ds4_tape_end(tape.t.body, tape.t.words, at) - start
-            if size < self.shortest:
+            value = made_before(self, tape, at, start + size)
+            if value is not None:
+                pass
+            elif size < self.shortest:
                 value = make(make_node(tape, at))
             else:
                 p = tape.t.body + start
@@ -85,6 +94,7 @@ cdef class Spans:
                 if value is None:
                     value = make(make_node(tape, at))
                     self.keep(key, p, size, value, weight * size)
+            note_made(self, tape, at, value)
             values.append(value)
             at = ds4_tape_next(tape.t.body, tape.t.words, at)
         return values

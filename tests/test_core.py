@@ -372,6 +372,29 @@ def test_prefixed_strings_end_where_the_data_does() -> None:
         _core.prefixed_strings(data, -1, 1)
 
 
+# ---- joining ---------------------------------------------------------------------------------------------------
+
+
+def test_join_in_roomy_memory() -> None:
+    r = random.Random(SEED)
+    for size in (0, 1, 65_535, 65_536, 65_537, 300_000, 1 << 20):
+        data = r.randbytes(size)
+        cuts = sorted(r.randrange(size + 1) for _ in range(5))
+        parts = [data[a:b] for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+        joined = _core.join_roomy([memoryview(p) if i % 2 else p for i, p in enumerate(parts)])
+        assert type(joined) is bytes and joined == data and len(joined) == size and hash(joined) == hash(data)
+        assert joined + b"x" == data + b"x" and joined[:-1] == data[:-1]
+    assert _core.join_roomy([]) == b""
+    with pytest.raises((TypeError, BufferError)):
+        _core.join_roomy([b"x" * 70_000, "text"])
+
+
+def test_roomy_sizes_are_few_and_near() -> None:
+    sizes = [_core.roomy(n) for n in range(0, 1 << 22, 99)]
+    assert all(n <= size <= n + max(4096, n // 8) for n, size in zip(range(0, 1 << 22, 99), sizes, strict=True))
+    assert sizes == sorted(sizes) and len(set(sizes)) < 80
+
+
 # ---- events ----------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ds4._core import join_roomy, roomy
 from ds4.bounded import BoundedCache
 
 SPECIAL_KEY_BYTE = 0xFF
@@ -77,6 +78,39 @@ def key_parts(key: bytes) -> Iterator[tuple[int, int | bytes]]:
         at = end
 
 
+@dataclass(slots=True)
+class _Room:
+    """Memory for ids, of which the first `used` are taken. They never change: prompts are views of them."""
+
+    ids: Ids
+    used: int
+
+    @classmethod
+    def of(cls, parts: list[Ids]) -> _Room:
+        """The parts one behind the other, and some room behind them."""
+        n = sum(map(len, parts))
+        room = cls(np.empty(roomy(4 * n + 256) // 4, np.int32), n)
+        if parts:
+            np.concatenate(parts, out=room.ids[:n])
+        return room
+
+    def goes_on(self, known: Ids, n: int, tail: Ids) -> bool:
+        """Whether the first `n` of `known` and then `tail` can be had by writing behind `known`, and are there now."""
+        old, end = len(known), n + len(tail)
+        if self.used != old or not old <= end <= len(self.ids) or not np.array_equal(known[n:], tail[: old - n]):
+            return False
+        self.ids[old:end] = tail[old - n :]
+        self.used = end
+        return True
+
+    @property
+    def prompt(self) -> Ids:
+        """What is taken, read-only."""
+        ids = self.ids[: self.used]
+        ids.setflags(write=False)
+        return ids
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
     """A prompt encoded before, with its marks in order; there is at least one."""
@@ -84,10 +118,11 @@ class _Known:
     segments: tuple[str | SpecialSegment, ...]
     prompt: EncodedPrompt
     marks: list[_Mark]
+    room: _Room
 
     @property
     def cost(self) -> int:
-        return self.prompt.ids.nbytes + 2 * len(self.prompt.key) + 64 * len(self.segments) + _ENTRY_COST
+        return self.room.ids.nbytes + 2 * len(self.prompt.key) + 64 * len(self.segments) + _ENTRY_COST
 
     def continued_by(self, segments: tuple[str | SpecialSegment, ...]) -> _Mark | None:
         """The mark up to which `segments` begin like these, among the last few; None when they do not."""
@@ -137,7 +172,6 @@ class PromptEncoder:
         at, n_ids, n_key = mark
         if known is not None:
             marks = known.marks[: bisect_right(known.marks, mark)]
-            ids.append(known.prompt.ids[:n_ids])
             key.append(memoryview(known.prompt.key)[:n_key])
         for run, special, i in self._runs_of(segments, at):
             if run:
@@ -157,10 +191,23 @@ class PromptEncoder:
                 ids.append(special.ids)
                 key.append(special.key)
                 marks.append((i, n_ids, n_key))
-        prompt = EncodedPrompt(_joined(ids), b"".join(key))
+        own, room = self._put_behind(known, mark[1], ids)
+        prompt = EncodedPrompt(own, join_roomy(key))
         gives_way = known is not None and len(known.segments) - mark[0] < mark[0]
-        self._remember(_Known(segments, prompt, marks), number if gives_way else None)
+        self._remember(_Known(segments, prompt, marks, room), number if gives_way else None)
         return prompt
+
+    def _put_behind(self, known: _Known | None, n: int, parts: list[Ids]) -> tuple[Ids, _Room]:
+        """The first `n` ids of a known prompt and the parts: where the known one lies, if nobody else went on there."""
+        if known is not None:
+            before = known.prompt.ids
+            parts = [np.concatenate(parts)] if parts else [before[:0]]
+            with self._lock:
+                if known.room.goes_on(before, n, parts[0]):
+                    return known.room.prompt, known.room
+            parts = [before[:n], *parts]
+        room = _Room.of(parts)
+        return room.prompt, room
 
     # ---- runs and special tokens
 
@@ -233,12 +280,6 @@ class PromptEncoder:
 
 def _name(run: list[str]) -> str | tuple[str, ...]:
     return run[0] if len(run) == 1 else tuple(run)
-
-
-def _joined(parts: list[Ids]) -> Ids:
-    ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
-    ids.setflags(write=False)
-    return ids
 
 
 def _frozen(ids: list[int]) -> Ids:

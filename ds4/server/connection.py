@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 import httptools
 
+from ds4._core import join_roomy
 from ds4.errors import ClientDisconnected
 from ds4.server import coding
 from ds4.server.flow import FlowControl
@@ -278,7 +279,7 @@ class Connection(asyncio.Protocol):
         if self._declined:
             return
         body = self._body
-        request.body = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
+        request.body = body[0] if len(body) == 1 and isinstance(body[0], bytes) else join_roomy(body)
         request.received = self._last_read
         self._queue.append((request, self._refusal))
         self._deaf = not request.keep_alive

@@ -215,7 +215,7 @@ static inline const uint8_t* DS4_FN(scan_number)(const uint8_t* p, unsigned* fla
   return p;
 }
 
-// Fills the tape, which begins as zeros, from the body. On an error sets error and error_at and leaves the frames of
+// Fills the tape, which begins as zeros or as `ds4_json_resume` left it, from the body. On an error sets error and error_at and leaves the frames of
 // the open containers.
 static int DS4_FN(json_scan)(ds4_json_tape* t) {
   const uint8_t* const body = t->body;
@@ -230,6 +230,13 @@ static int DS4_FN(json_scan)(ds4_json_tape* t) {
   DS4_FN(string) s;
   int is_name = 0;
 
+  if (t->depth > 0) {
+    depth = t->depth;
+    top = &t->frames[depth - 1];
+    n = t->n;
+    p = body + t->at;
+    goto after;
+  }
   p = DS4_FN(skip_space)(p);
   if (p == limit) {
     fault = body;

@@ -22,6 +22,8 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 
 enum { DS4_JSON_MAX_DEPTH = 256 };
 enum { DS4_ESCAPED = 1, DS4_WIDE = 2 };                              // of strings; DS4_WIDE: bytes >= 0x80
@@ -115,6 +117,7 @@ typedef struct {
   int64_t steps;      // tokens and string blocks, for tests of linearity
   ds4_json_error error;
   int64_t error_at;  // offset of the byte at fault
+  int64_t at;        // where scanning goes on, if `depth` containers are open (ds4_json_resume)
   int depth;
   ds4_json_frame* frames;  // DS4_JSON_MAX_DEPTH of them, the caller's: needed as long as a scan and its error report
 } ds4_json_tape;
@@ -153,6 +156,55 @@ static inline int64_t ds4_tape_end(const uint8_t* body, const uint64_t* words, i
   const int64_t start = ds4_tape_start(words + at);
   if (ds4_json_is_container(body[start])) return ds4_tape_start(words + at + 1);
   return start + ds4_tape_second(words + at);
+}
+
+// Makes `t`, which has frames and is zero otherwise, begin like `old`, a whole tape whose body begins with the same `same`
+// bytes: with the words of every value that ended before them, and the containers that were open then. Scanning goes on
+// behind the last of these values. Returns 0 and changes no words when there is none.
+static inline int ds4_json_resume(const ds4_json_tape* old, int64_t same, ds4_json_tape* t) {
+  const uint8_t* const body = old->body;
+  const uint64_t* const words = old->words;
+  ds4_json_frame last_frame = {0, 0, 0, 0};  // of the container behind whose finished value scanning goes on
+  int64_t at = 0, n = 0, resume_at = 0;
+  int depth = 0, open = 0;
+  while (depth < DS4_JSON_MAX_DEPTH) {
+    const int64_t start = ds4_tape_start(words + at);
+    if (start >= same || !ds4_json_is_container(body[start])) break;
+    ds4_json_frame* const frame = &t->frames[depth++];
+    frame->word = (uint32_t)at;
+    frame->count = 0;
+    frame->name = 0;
+    frame->is_object = body[start] == '{';
+    const int64_t end = ds4_tape_second(words + at);
+    int64_t child = at + 2, value = child;
+    while (child < end) {
+      value = frame->is_object ? ds4_tape_next(body, words, child) : child;
+      // A number ends with the byte behind it: that one must be the same too.
+      if (ds4_tape_end(body, words, value) >= same) break;
+      if (frame->is_object) frame->name = (uint32_t)child;
+      last_frame = *frame;
+      ++frame->count;
+      open = depth;
+      n = child = ds4_tape_next(body, words, value);
+      resume_at = ds4_tape_end(body, words, value);
+    }
+    if (child >= end) break;
+    if (frame->is_object) frame->name = (uint32_t)child;
+    at = value;
+  }
+  if (open == 0) return 0;
+  const int64_t capacity = n + n / 8 + 64;
+  uint64_t* copy = (uint64_t*)malloc((size_t)capacity * sizeof *copy);
+  if (copy == NULL) return 0;
+  memcpy(copy, words, (size_t)n * sizeof *copy);
+  t->frames[open - 1] = last_frame;  // its count is raised when scanning goes on
+  t->words = copy;
+  t->capacity = capacity;
+  t->n = n;
+  t->at = resume_at;
+  t->depth = open;
+  t->large_numbers = old->large_numbers;
+  return 1;
 }
 
 // What a byte is worth as a hexadecimal digit, -1 if it is none. A table, as digits and letters alternate at random.

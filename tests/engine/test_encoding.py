@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from ds4.engine import encoding
-from ds4.engine.encoding import PromptEncoder, special_key, well_formed
+from ds4.engine.encoding import EncodedPrompt, PromptEncoder, special_key, well_formed
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def test_memory_changes_nothing() -> None:
     rng = random.Random(seed)
     remembering, _ = encoder()
     conversations: list[list[list[Segment]]] = [[] for _ in range(5)]
+    given: list[tuple[EncodedPrompt, EncodedPrompt]] = []
     for _ in range(400):
         number = rng.randrange(5)
         turns = conversations[number]
@@ -69,6 +71,11 @@ def test_memory_changes_nothing() -> None:
         assert found.key == expected.key, f"seed {seed}"
         np.testing.assert_array_equal(found.ids, expected.ids, err_msg=f"seed {seed}")
         assert found.ids.dtype == np.int32 and not found.ids.flags.writeable
+        given.append((expected, found))
+    # Prompts share memory with those that went on from them, and forked, and keep their own ids.
+    assert any(np.shares_memory(a.ids, b.ids) for (_, a), (_, b) in pairwise(given))
+    for expected, found in given:
+        np.testing.assert_array_equal(found.ids, expected.ids, err_msg=f"seed {seed}")
 
 
 def test_a_growing_conversation_is_encoded_once() -> None:

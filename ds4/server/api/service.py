@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ds4._json import Node, parse
+from ds4._json import Bodies, Node
 from ds4.engine.types import EngineLike
 from ds4.prompt.types import Conversation
 from ds4.server.api.common import UnknownFields
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ds4.server.scheduler import Scheduler
 
 log = logging.getLogger("ds4.server")
+
+
+_BODIES = 192 << 20
+"""Bytes of former bodies and what was made of them: about 32 conversations of a megabyte."""
 
 
 class Service:
@@ -62,6 +66,7 @@ class Service:
         self.live = LiveTurns()
         self.tool_memory = tool_memory
         self._store = store
+        self._bodies = Bodies(_BODIES)
 
     async def prompt(self, conversation: Conversation) -> Prompt:
         """The prompt of a conversation, with calls that were sampled here exactly as they were sampled."""
@@ -84,7 +89,6 @@ class Service:
         """The client knows a call that was sampled in `block` by this id."""
         self.tool_memory.remember((call_id,), block)
 
-    @staticmethod
-    def body(request: Request) -> Node:
+    def body(self, request: Request) -> Node:
         """The request's JSON object. Raises JSONError."""
-        return parse(request.body).as_object()
+        return self._bodies.parse(request.body).as_object()
