@@ -203,12 +203,17 @@ def _message(node: Node) -> Message:
         common.once(node, "tool_call_id")
         # Parts of a result may be of any kind, as in the other dialects.
         is_parts = content is not None and content.kind == "array"
-        result = result_text(content) if is_parts else text_of(content)
+        result = result_text(content) if is_parts else _text(content)
         return Message(role, result, call_id=node.get_str("tool_call_id"))
-    text = text_of(content)
+    text = _text(content)
     if role == "assistant":
         return Message(role, text, reasoning=_reasoning(node), calls=_calls(node))
     return Message(role, text)
+
+
+def _text(content: Node | None) -> str:
+    """A string is not remembered for itself: the whole message is."""
+    return content.as_str() if content is not None and content.kind == "str" else text_of(content)
 
 
 def _reasoning(node: Node) -> str:
