@@ -215,8 +215,8 @@ static inline const uint8_t* DS4_FN(scan_number)(const uint8_t* p, unsigned* fla
   return p;
 }
 
-// Fills the tape, which begins as zeros or as `ds4_json_resume` left it, from the body. On an error sets error and error_at and leaves the frames of
-// the open containers.
+// Fills the tape, which begins as zeros or as `ds4_json_resume` left it, from the body. On an error sets error and
+// error_at and leaves the frames of the open containers.
 static int DS4_FN(json_scan)(ds4_json_tape* t) {
   const uint8_t* const body = t->body;
   const uint8_t* const limit = body + t->size;

@@ -158,9 +158,9 @@ static inline int64_t ds4_tape_end(const uint8_t* body, const uint64_t* words, i
   return start + ds4_tape_second(words + at);
 }
 
-// Makes `t`, which has frames and is zero otherwise, begin like `old`, a whole tape whose body begins with the same `same`
-// bytes: with the words of every value that ended before them, and the containers that were open then. Scanning goes on
-// behind the last of these values. Returns 0 and changes no words when there is none.
+// Makes `t`, which has frames and is zero otherwise, begin like `old`, a whole tape whose body has the same first
+// `same` bytes: with the words of every value that ended in them, and the containers that were open then. Scanning
+// goes on behind the last of these values. Returns 0 and changes no words when there is none.
 static inline int ds4_json_resume(const ds4_json_tape* old, int64_t same, ds4_json_tape* t) {
   const uint8_t* const body = old->body;
   const uint64_t* const words = old->words;
