@@ -56,7 +56,7 @@ def check_members(body: bytes) -> None:
 
 
 def check_beginnings(body: bytes) -> None:
-    """A former body that begins alike changes nothing: the start of this one closed in some ways, or with another end."""
+    """A former body that begins alike changes nothing, whatever its own end."""
     cut = body[0] * len(body) // 256 if body else 0
     for former in (
         body[:cut] + b"]",
