@@ -14,6 +14,7 @@ from ds4.server import process
 
 PROGRAM = """
 import ctypes, gc, platform, resource, threading
+from ds4.server import heap
 from ds4.server import process
 asked = []
 class Library(ctypes.CDLL):
@@ -21,7 +22,7 @@ class Library(ctypes.CDLL):
         super().__init__(name)
         real = self.mallopt
         self.mallopt = lambda *option: asked.append((option, real(*option)))
-process.ctypes.CDLL = Library
+heap.ctypes.CDLL = Library
 process.settle()
 for thread in threading.enumerate():
     if thread.name == "ds4-heap":
@@ -33,7 +34,7 @@ def faults():
     bytearray(8 << 20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 first = faults()
-assert process.READY_BYTES < process.KEPT_BYTES
+assert heap.READY_BYTES < heap.KEPT_BYTES
 if tuple(map(int, platform.release().split(".")[:2])) >= (5, 14):
     assert first < 200, first
 print(faults())

@@ -16,8 +16,8 @@ from ds4.convert.synth import DEFAULT_TYPES, synthesise
 from ds4.engine.engine import Engine
 from ds4.engine.session import Session
 from ds4.engine.types import EngineConfig, Row, SamplingParams
-from ds4.server.generation import Generation
 from ds4.server.exposition import render
+from ds4.server.generation import Generation
 from ds4.server.metrics import Metrics
 from ds4.server.scheduler import StepReport
 from ds4.server.types import Event, Finish
