@@ -10,6 +10,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 // Barriers that count arriving bytes; `fence_barriers` after the last of a thread's.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void init_barrier(uint32_t barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
@@ -35,6 +36,35 @@ __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+#else
+// Before Hopper nothing copies by itself: the thread that asks for a copy makes it. A barrier is two words, the bytes
+// that are still to come (below zero, of a phase that nobody expects yet) and the number of phases that are over.
+__device__ __forceinline__ uint32_t* barrier_words(uint32_t barrier) {
+  return static_cast<uint32_t*>(__cvta_shared_to_generic(barrier));
+}
+__device__ __forceinline__ void init_barrier(uint32_t barrier) {
+  barrier_words(barrier)[0] = barrier_words(barrier)[1] = 0;
+}
+__device__ __forceinline__ void fence_barriers() {
+  __threadfence_block();
+}
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
+  uint32_t* words = barrier_words(barrier);
+  if (atomicAdd(&words[0], static_cast<uint32_t>(bytes)) + static_cast<uint32_t>(bytes) == 0) atomicAdd(&words[1], 1u);
+}
+__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, int bytes, uint32_t barrier) {
+  auto* out = static_cast<uint4*>(__cvta_shared_to_generic(to));
+  for (int i = 0; i < bytes / 16; ++i) out[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+  __threadfence_block();
+  expect_bytes(barrier, -bytes);
+}
+__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
+  const volatile uint32_t* words = barrier_words(barrier);
+  while ((words[1] & 1u) == parity) {
+  }
+  __threadfence_block();
+}
+#endif
 
 // Copies of a thread; they have arrived after `wait_for_copies`.
 __device__ __forceinline__ void copy_async(void* to, const void* from, std::integral_constant<int, 16>) {

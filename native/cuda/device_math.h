@@ -12,6 +12,9 @@
 
 namespace ds4::cuda {
 
+// Whether the kernels that run here were compiled for Hopper or later, which have clusters and overlapping launches.
+bool hopper_kernels();
+
 // Launches overlap: a kernel's blocks may start as soon as all of the one before have, and wait at their beginning.
 // Every kernel launched so calls `begin_kernel` before it reads or writes anything but weights, on every path.
 template <class... P, class... A>
@@ -25,13 +28,15 @@ void launch_kernel(cudaStream_t stream, dim3 grid, dim3 block, size_t shared, vo
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = 1;
+  config.numAttrs = hopper_kernels() ? 1 : 0;
   DS4_CUDA(cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...));
 }
 
 __device__ __forceinline__ void begin_kernel() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
+#endif
 }
 
 __device__ __forceinline__ float warp_sum(float v) {

@@ -1,6 +1,6 @@
 #include "cuda/devices.h"
 
-#include "cuda/memory.h"
+#include "cuda/device_math.h"
 
 namespace ds4 {
 namespace {
@@ -27,6 +27,15 @@ std::string cuda_device_problem(int device) {
   if (e == cudaSuccess) return {};
   cudaGetLastError();
   return cudaGetErrorString(e);
+}
+
+bool cuda::hopper_kernels() {
+  static const bool answer = [] {
+    cudaFuncAttributes attributes{};
+    DS4_CUDA(cudaFuncGetAttributes(&attributes, probe));
+    return attributes.ptxVersion >= 90;
+  }();
+  return answer;
 }
 
 std::pair<std::string, std::string> cuda_runtime_versions() {

@@ -13,6 +13,11 @@ namespace cg = cooperative_groups;
 
 constexpr int kStreams = 4;
 constexpr int kSlices = 8;  // blocks of threads of a cluster
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define DS4_CLUSTER __cluster_dims__(kSlices, 1, 1)
+#else
+#define DS4_CLUSTER  // the kernel is empty there, and not launched
+#endif
 constexpr int kCoefficients = 2 * kStreams + kStreams * kStreams;
 
 __device__ __forceinline__ float4 load_four(const float* p) {
@@ -34,10 +39,11 @@ __device__ __forceinline__ float4 load_four(const __nv_bfloat16* p) {
 // every stream. kParts groups of its threads have these columns, four each thread, and a share of fn's rows; the last
 // warp does Sinkhorn's algorithm beside the others. Sums do not depend on kRows and kParts.
 template <class T, int kRows, int kParts, bool kOut>
-__global__ void __cluster_dims__(kSlices, 1, 1)
-    mix_and_norm_kernel(const T* fn, int64_t fn_stride, HyperArgs a, const float* gain, float eps, float* streams,
-                        int64_t stride, float* out, int64_t out_stride, Addends more, float* mix, int64_t mix_stride,
-                        float* y, int64_t y_stride, int64_t n, Activations codes) {
+__global__ void DS4_CLUSTER mix_and_norm_kernel(const T* fn, int64_t fn_stride, HyperArgs a, const float* gain,
+                                                float eps, float* streams, int64_t stride, float* out,
+                                                int64_t out_stride, Addends more, float* mix, int64_t mix_stride,
+                                                float* y, int64_t y_stride, int64_t n, Activations codes) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   constexpr int kEach = kCoefficients / kParts, kSums = kParts == 1 ? 32 : 8;
   __shared__ float part[32][kRows][kSums];
   __shared__ float slice_sum[kRows][32], slice_squares[kRows];
@@ -234,6 +240,7 @@ __global__ void __cluster_dims__(kSlices, 1, 1)
     }
   }
   cluster.sync();  // nobody leaves while its sums are read
+#endif
 }
 
 }  // namespace
@@ -246,8 +253,8 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
     return t.stride % 4 == 0 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   };
   const Segment& s = fn.segments.front();
-  if (hc.streams != kStreams || y.dim % 1024 != 0 || y.dim > 7168 || s.stride == 0 || fn.segments.size() != 1 ||
-      !aligned(streams) || !aligned(y) || (out && !aligned(*out)))
+  if (!hopper_kernels() || hc.streams != kStreams || y.dim % 1024 != 0 || y.dim > 7168 || s.stride == 0 ||
+      fn.segments.size() != 1 || !aligned(streams) || !aligned(y) || (out && !aligned(*out)))
     return false;
   if (streams.n == 0) return true;
   Addends more;
