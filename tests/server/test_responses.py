@@ -419,6 +419,29 @@ def test_tool_search(serve: Serve) -> None:
     assert "<function=tool_search>\n<parameter=q>\nfiles\n" in prompt
 
 
+def test_declarations_that_say_little_are_completed(serve: Serve) -> None:
+    server = serve()
+    tools = [
+        {"type": "tool_search"},
+        {"type": "namespace", "name": "ns.", "tools": [{"type": "function", "name": "a"}]},
+        {"type": "namespace", "name": "ns.", "tools": [{"type": "function", "name": "b", "input_schema": {"x": [1]}}]},
+        {"type": "custom", "name": "c"},
+        {"type": "function", "name": "d"},
+    ]
+    assert post(server, tools=tools).status_code == 200
+    (prompt,) = server.engine.prompts
+    nothing = '{"type": "object", "properties": {}}'
+    text = '{"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}'
+    for line in (
+        f'{{"name": "tool_search", "description": "Search available tools.", "parameters": {nothing}}}',
+        f'{{"name": "ns.a", "description": "", "parameters": {nothing}}}',
+        '{"name": "ns.b", "description": "", "parameters": {"x": [1]}}',
+        f'{{"name": "c", "description": "", "parameters": {text}}}',
+        '{"name": "d"}',
+    ):
+        assert f'{{"type": "function", "function": {line}}}\n' in prompt
+
+
 def test_the_first_declaration_of_a_tool_stands(serve: Serve) -> None:
     server = serve()
     again = {"type": "additional_tools", "tools": [{**TOOL, "description": "other"}]}
