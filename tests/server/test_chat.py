@@ -671,6 +671,15 @@ def test_the_content_type_is_not_looked_at(serve: Serve, kind: str | None) -> No
     assert "user\n\u00e9<" in server.engine.prompts[0]
 
 
+@pytest.mark.parametrize("accepted", ["application/json", "text/event-stream", "*/*"])
+def test_only_the_body_decides_about_streaming(serve: Serve, accepted: str) -> None:
+    server = serve("ok")
+    for stream, kind in ((True, "text/event-stream"), (False, "application/json")):
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": stream}
+        response = server.http.post("/v1/chat/completions", json=body, headers={"accept": accepted})
+        assert response.headers["content-type"] == kind
+
+
 def test_a_body_without_a_length_is_empty(serve: Serve) -> None:
     response = serve().http.request("POST", "/v1/chat/completions")
     assert "content-length" not in response.request.headers or response.request.headers["content-length"] == "0"

@@ -70,6 +70,12 @@ def test_the_document_is_valid_and_complete(serve: Serve) -> None:
                 validator.validate({**minimal(route), field.name: None})
 
 
+def test_only_who_keeps_states_says_that_one_is_gone(serve: Serve) -> None:
+    paths = serve().http.get("/openapi.json").json()["paths"]
+    gone = {path for path, methods in paths.items() for found in methods.values() if "409" in found["responses"]}
+    assert gone == {"/v1/responses", "/v1/messages"}
+
+
 def test_paths_of_the_document_answer(serve: Serve) -> None:
     server = serve()
     for route in ROUTES:
