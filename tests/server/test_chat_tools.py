@@ -82,6 +82,17 @@ def test_sdk_tool_loop(serve: Serve) -> None:
     assert f"assistant\n{call('patch', input=TEXT)}<|im_end|>" in server.engine.prompts[1]
 
 
+def test_sdk_stream(serve: Serve) -> None:
+    """OpenAI's package has no type for a custom tool's delta; it passes the members through."""
+    with openai_sdk(serve(Script.text(call("patch", input=TEXT), 5))) as client:
+        messages: list[Any] = [{"role": "user", "content": "edit"}]
+        stream = client.chat.completions.create(model="m", messages=messages, tools=[custom()], stream=True)
+        deltas = [delta for c in stream for delta in c.choices[0].delta.tool_calls or ()]
+    parts = [(delta.model_extra or {})["custom"] for delta in deltas]
+    assert parts == [{"name": "patch", "input": ""}, {"input": TEXT}]
+    assert [delta.index for delta in deltas] == [0, 0] and deltas[0].id
+
+
 @pytest.mark.parametrize("text", [TEXT, "", '{"a": 1}', "[1]", '"x"', "</parameter>"])
 def test_an_input_of_the_history_is_text_whatever_it_looks_like(serve: Serve, text: str) -> None:
     """And the same prompt as in Responses."""

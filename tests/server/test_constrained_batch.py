@@ -212,6 +212,53 @@ def test_sixteen_sampling_sessions(watched: Watched) -> None:
     check(watched, 1)
 
 
+COMMAND = r"git (status|log|diff)( -[a-z]{1,3}){0,2}"
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def test_calls_that_a_model_chooses_to_make() -> None:
+    """DeepSeek's syntax, whose marks are tokens: nothing forces a call, the input of every call that comes is held, and
+    what the model says to others is what it says alone."""
+    form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": COMMAND}}
+    git = {"name": "git", "description": "Run a git command.", "format": form}
+    weather = {"name": "get_weather", "description": "Get the weather of a city.", "parameters": WEATHER}
+    common = {"thinking": False, "temperature": 0.7, "max_tokens": 60}
+    tools = [{"type": "custom", "custom": git}, {"type": "function", "function": weather}]
+
+    def wanted(text: str, seed: int, tools: list[dict[str, Any]]) -> Wanted:
+        body = {"messages": [{"role": "user", "content": text}], "tools": tools, "seed": seed, **common}
+        return Wanted("/v1/chat/completions", body, lambda answer: answer["choices"][0]["message"])
+
+    # The second one is not in the language: without the grammar the model writes it.
+    asked = ("Run `git status` please.", "Run `git push origin main` please.")
+    held = [wanted(asked[seed % 2], seed, tools) for seed in range(8)]
+    unheld = [wanted("What is the weather in Paris?", seed, tools[1:]) for seed in range(8)]
+    config = EngineConfig(ctx=2048, slots=SLOTS, threads=2)
+    with opened(config, "v4-nano") as engine:
+        server = RunningServer(engine, ServerConfig(engine=config, port=0))
+        watched = Watched(server)
+        alone = [w.read(w.ask(server)) for w in unheld]
+        for w in held:
+            w.evaluate(server)
+        watched.gather(SLOTS)
+        with ThreadPoolExecutor(SLOTS) as pool:
+            found = list(pool.map(lambda w: w.ask(server), [*held, *unheld]))
+        answers = [w.read(answer) for w, answer in zip([*held, *unheld], found, strict=True)]
+        server.stop()
+    made = [call for message in answers[:8] for call in message.get("tool_calls", ())]
+    commands = [call["custom"]["input"] for call in made if call["type"] == "custom"]
+    print(f"{len(made)} calls, commands {commands}")
+    assert len(commands) >= 4 and all(re.fullmatch(COMMAND, command) for command in commands)
+    assert [without_ids(message) for message in answers[8:]] == [without_ids(message) for message in alone]
+    assert any("tool_calls" in message for message in alone)
+    assert watched.width == SLOTS, "the sessions did not meet"
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [{k: v for k, v in call.items() if k != "id"} for call in message.get("tool_calls", ())]
+    return {**message, "tool_calls": calls}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_sixteen_sampling_sessions_again_and_again(watched: Watched) -> None:
