@@ -45,7 +45,8 @@ def opened(args: argparse.Namespace) -> tuple[Engine, dict[str, Any]]:
         mtp_margin=0.0,
     )
     start = now()
-    engine = Engine.open(config)
+    parts: list[float] = []
+    engine = Engine.open(config, lambda done, total: parts.append(now()))
     seconds = now() - start
     read = sum(engine.info.types.values())
     facts = {
@@ -54,13 +55,23 @@ def opened(args: argparse.Namespace) -> tuple[Engine, dict[str, Any]]:
         "file_gb": args.model.stat().st_size / 1e9,
         "weights_gb": read / 1e9,
         "gb_per_s": read / 1e9 / seconds,
+        "upload_gb_per_s": layer_rate(engine, parts),
         "device_gb": engine.plan.weight_bytes / 1e9,
     }
     print(
         f"{facts['backend']}: {facts['weights_gb']:.1f} GB of weights from a file of {facts['file_gb']:.1f} GB in "
-        f"{seconds:.1f} s, {facts['gb_per_s']:.1f} GB/s with everything; {facts['device_gb']:.1f} GB held"
+        f"{seconds:.1f} s, {facts['gb_per_s']:.1f} GB/s with everything, {facts['upload_gb_per_s']:.1f} GB/s of "
+        f"layers; {facts['device_gb']:.1f} GB held"
     )
     return engine, facts
+
+
+def layer_rate(engine: Engine, reports: list[float]) -> float:
+    """GB/s between the first and the last layer, by the reports of loading: one before the layers, one for each."""
+    tensors = engine._file.tensors
+    layers = sum(t.exact_nbytes for name, t in tensors.items() if name.startswith("blk."))
+    count = min(len(reports) - 1, engine.info.n_layers)
+    return layers / engine.info.n_layers * count / (reports[count] - reports[0]) / 1e9
 
 
 def prompt(engine: Engine, n: int, seed: int) -> list[int]:

@@ -365,15 +365,15 @@ def _keys(recipe: Recipe, name: str) -> dict[str, Key]:
 
 
 def _tokenizer(recipe: Recipe) -> dict[str, Key]:
-    """Special tokens, one token per byte, one merge, and unused places: enough to serve text."""
+    """Special tokens, one token per byte, one merge, and words that are sampled and never encoded: what a random model
+    says is text, as much as that of a trained one."""
     vocab = int(recipe.keys["vocab_size"])
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     spelled = [chr(b) if b in printable else chr(next(others)) for b in range(256)]
     tokens = [*recipe.specials, *spelled, "th"]
-    kinds = [3] * len(recipe.specials) + [1] * 257
-    tokens += [f"<unused {i}>" for i in range(len(tokens), vocab)]
-    kinds += [5] * (vocab - len(kinds))
+    tokens += [f"\u0120w{i}" for i in range(len(tokens), vocab)]
+    kinds = [3] * len(recipe.specials) + [1] * (vocab - len(recipe.specials))
     return {
         "tokenizer.ggml.model": gguf_out.text("gpt2"),
         "tokenizer.ggml.pre": gguf_out.text(recipe.pre),

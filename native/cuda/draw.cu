@@ -10,7 +10,7 @@ namespace {
 
 using namespace drawing;
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 1024;
 constexpr int kListed = 2048;   // candidates in shared memory
 constexpr size_t kAtOnce = 16;  // rows of a launch: each has room for its vocabulary's candidates
 constexpr int kWarps = 8;       // of the passes over the vocabulary, a block of logits each

@@ -63,6 +63,16 @@ size_t threads_here() {
 
 }  // namespace
 
+Staging::Staging(const Device& device) : device_(device) {
+  device.enter();
+  DS4_CUDA(cudaStreamCreateWithFlags(&bus_, cudaStreamNonBlocking));
+}
+
+Staging::~Staging() {
+  cudaStreamSynchronize(bus_);
+  cudaStreamDestroy(bus_);
+}
+
 void Staging::make_lanes(size_t count, size_t bytes) {
   if (lanes_.size() < count) lanes_.resize(count);
   for (size_t i = 0; i < count; ++i) {
@@ -104,8 +114,9 @@ void Staging::stream(std::span<const std::byte> from, size_t unit, const Use& us
   };
   const auto launch = [&](size_t p) {
     Lane& lane = *lanes_[p % lanes];
-    DS4_CUDA(
-        cudaMemcpyAsync(lane.device.as(), lane.host.data(), part(p).size(), cudaMemcpyHostToDevice, device_.stream()));
+    DS4_CUDA(cudaMemcpyAsync(lane.device.as(), lane.host.data(), part(p).size(), cudaMemcpyHostToDevice, bus_));
+    lane.arrived.record(bus_);
+    lane.arrived.hold(device_.stream());
     use(lane.device.as<const uint8_t>(), p * piece, part(p).size());
     lane.done.record(device_.stream());
     progress.launch(p);

@@ -17,7 +17,10 @@ namespace ds4::cuda {
 
 class Staging {
  public:
-  explicit Staging(const Device& device) : device_(device) {}
+  explicit Staging(const Device& device);
+  ~Staging();
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
 
   // Called with (copy on the device, offset of the piece, bytes); 16 bytes behind the piece may be read. Its launches
   // on the device's stream are all that may use the copy.
@@ -29,11 +32,12 @@ class Staging {
   struct Lane {
     PinnedBuffer host;
     DeviceBuffer device;
-    Event done;
+    Event arrived, done;
   };
   void make_lanes(size_t count, size_t bytes);
 
   const Device& device_;
+  cudaStream_t bus_ = nullptr;  // copies go on while pieces before them are worked on
   std::vector<std::unique_ptr<Lane>> lanes_;
 };
 

@@ -76,8 +76,8 @@ void check_few(Ops& cuda, Results& r, uint64_t seed) {
         random_deepseek(small, seed + 1, {DType::F16, DType::Q8_0, DType::IQ2_XXS, DType::Q2_K}, true, false,
                         Drafts::Mtp),
         "deepseek4 Q8_0/IQ2_XXS/Q2_K", widths);
-  check(cuda, r, random_deepseek(small, seed + 2, {DType::BF16, DType::Q4_K, DType::MXFP4, DType::Q8_0}, false),
-        "deepseek4 Q4_K/MXFP4/Q8_0", widths);
+  check(cuda, r, random_deepseek(small, seed + 2, {DType::BF16, DType::Q4_0, DType::MXFP4, DType::Q4_K}, false),
+        "deepseek4 Q4_0/MXFP4/Q4_K", widths);
 
   Random random(seed + 3);
   const int64_t vocab = 1000;
