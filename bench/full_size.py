@@ -150,7 +150,7 @@ def drafts(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
         sessions = filled(engine, width, args.depths[0])
         for k in (0, 1, 2, 3, 4):
             samplers = [engine.new_sampler(GREEDY) for _ in range(width)]
-            tokens = [20] * width
+            tokens = [20 + i for i in range(width)]
             steps, guessing = [], []
             for i in range(args.steps + 3):
                 start = now()
