@@ -53,6 +53,8 @@ from tests.support.agents import (
 )
 
 SYSTEM_TOKENS = 4000
+LONG = 30
+"""Sentences of a real model's answers."""
 
 
 class Peer:
@@ -142,16 +144,18 @@ class Dictated:
         return RowResult(left.pop(0))
 
 
-def economy(make: Callable[[], EngineLike], system: str, disk: bool = True) -> tuple[bool, list[list[object]]]:
-    """All traces in all dialects; without `disk` those that need none."""
+def economy(
+    make: Callable[[], EngineLike], system: str, dialects: Sequence[str] = tuple(DIALECTS), disk: bool = True
+) -> tuple[bool, list[list[object]]]:
+    """All traces; without `disk` those that need none."""
     rows: list[list[object]] = []
     holds = True
     for name, (trace, habits, limit) in TRACES.items():
         if not disk and trace in (restart, more_than_sessions):
             continue
         row: list[object] = [name]
-        for dialect in DIALECTS.values():
-            client = dialect(**habits)
+        for dialect in dialects:
+            client = DIALECTS[dialect](**habits)
             with tempfile.TemporaryDirectory() as directory:
                 client.server = Ours(make, Path(directory) if disk else None, 4)
                 try:
@@ -166,19 +170,20 @@ def economy(make: Callable[[], EngineLike], system: str, disk: bool = True) -> t
     return holds, rows
 
 
-def of_a_model(path: Path, threads: int) -> tuple[bool, list[tuple[str, list[list[object]]]]]:
-    """The traces on a real model, with and without a disk."""
+def of_a_model(path: Path, threads: int) -> bool:
+    """The traces on a real model with answers that are longer than its rings, and without a disk."""
     engine = Engine.open(EngineConfig(model=path, ctx=1 << 14, slots=4, threads=threads))
     sentence = "You are an agent that edits files with care. "
     system = sentence * (SYSTEM_TOKENS // len(engine.tokenizer.encode(sentence)))
-    tables = []
+    answer = "".join(Say(LONG)("<\uff5cAssistant\uff5c>"))
+    print(f"\n{path.name}, answers of about {len(engine.tokenizer.encode(answer))} tokens")
     holds = True
-    for disk in (True, False):
-        good, rows = economy(lambda: Dictated(engine, Say()), system, disk)
+    for what, dialects, disk in (("disk", tuple(DIALECTS), True), ("no disk", ("chat",), False)):
+        good, rows = economy(lambda: Dictated(engine, Say(LONG)), system, dialects, disk)
         holds = holds and good
-        tables.append(("with checkpoints on disk" if disk else "without a disk", rows))
+        print(report.table((f"trace, {what}", *dialects, "claim"), rows))
     engine.close()
-    return holds, tables
+    return holds
 
 
 def beside_the_peer(program: Path) -> list[list[object]]:
@@ -220,11 +225,7 @@ def main() -> int:
     print(f"evaluated / ideal prompt tokens, a system prompt of {SYSTEM_TOKENS} tokens, scripted DeepSeek model")
     print(report.table(("trace", *DIALECTS, "claim"), rows))
     if args.model:
-        good, tables = of_a_model(args.model, args.threads)
-        holds = holds and good
-        for what, rows in tables:
-            print(f"\n{args.model.name}, {what}")
-            print(report.table(("trace", *DIALECTS, "claim"), rows))
+        holds = of_a_model(args.model, args.threads) and holds
     print(f"the claims: {'hold' if holds else 'DO NOT HOLD'}")
     if args.peer:
         print("\nthe demo model, Chat")

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ds4.errors import CheckpointError
+from ds4.errors import CheckpointError, SessionInvalidError
 from ds4.server.keys import tokens_of_key
 
 if TYPE_CHECKING:
@@ -446,6 +446,10 @@ def materialise(slot: Slot, query: Query, reuse: Reuse) -> Reuse:
     """
     try:
         LADDER[reuse.kind].materialise(slot, query, reuse)
+        if reuse.state is not None and reuse.text_bytes is None:
+            same = slot.session.common_prefix(query.prompt)
+            if same < reuse.tokens:
+                raise SessionInvalidError(f"{same} tokens of the prompt, the session promised {reuse.tokens}")
     except Exception as error:
         log.warning("slot %d: %s of %d tokens failed: %s", slot.index, reuse.kind, reuse.tokens, error, exc_info=True)
         slot.clear()

@@ -33,11 +33,19 @@ class Machine:
     """A server's engine side that can be shut down and started again over one directory."""
 
     def __init__(
-        self, directory: Path, *, slots: int = 1, rewinds: bool = True, script: Any = None, **fields: Any
+        self,
+        directory: Path,
+        *,
+        slots: int = 1,
+        rewinds: bool = True,
+        snapshots: int = 0,
+        script: Any = None,
+        **fields: Any,
     ) -> None:
         self.directory = directory
+        self.sessions: dict[str, Any] = {"rewinds": rewinds, "snapshots": snapshots, "slack": 16 if snapshots else 0}
         self.fields = {"min_tokens": MIN, "boundary_align": 0, "continued_interval": 0, **fields}
-        self.slots, self.rewinds, self.script = slots, rewinds, script
+        self.slots, self.script = slots, script
         self.running = False
         self.start()
 
@@ -45,7 +53,7 @@ class Machine:
         end = ScriptedEngine().tokenizer.eos_ids[0]
         scripts = {"model": hash_model(1, end=end)} if self.script is None else {}
         args = () if self.script is None else (self.script,)
-        self.engine = ScriptedEngine(*args, rewinds=self.rewinds, slots=self.slots, ctx=8192, **scripts)
+        self.engine = ScriptedEngine(*args, slots=self.slots, ctx=8192, **self.sessions, **scripts)
         self.store = KvStore(KvConfig(self.directory, **self.fields), self.engine, tool_memory=ToolMemory())
         self.renderer = SYNTAXES["chatml"].make(self.engine.info)
         tokenizer = self.engine.tokenizer
@@ -447,12 +455,19 @@ def test_several_answers_to_a_prompt_with_tokens_of_its_own(machines: Any) -> No
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("rewinds", [True, False])
-def test_random_traffic_equals_a_server_without_cache(machines: Any, tmp_path: Path, seed: int, rewinds: bool) -> None:
+@pytest.mark.parametrize(("rewinds", "snapshots"), [(True, 0), (False, 0), (False, 3)])
+def test_random_traffic_equals_a_server_without_cache(
+    machines: Any, tmp_path: Path, seed: int, rewinds: bool, snapshots: int
+) -> None:
     """Conversations that branch, repeat, grow and are interrupted by restarts; every answer equals the cold one."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    machine = machines(slots=rng.choice([1, 2, 3]), rewinds=rewinds, continued_interval=rng.choice([0, 128, 300]))
+    machine = machines(
+        slots=rng.choice([1, 2, 3]),
+        rewinds=rewinds,
+        snapshots=snapshots,
+        continued_interval=rng.choice([0, 128, 300]),
+    )
     plain = Machine(tmp_path / "plain", min_tokens=8000, cold_max=0)
     talks = [conversation(f"guest {i}", system=f"System {i % 2}. " * 15) for i in range(4)]
     kinds: set[str] = set()
@@ -472,6 +487,9 @@ def test_random_traffic_equals_a_server_without_cache(machines: Any, tmp_path: P
                     talks[i].pop()
             else:
                 talks[i] += [Message("assistant", machine.driver.text(job)), Message("user", f"Q{rng.random()}")]
+            for slot in machine.driver.scheduler.slots:
+                live = slot.session.tokens.tolist()
+                assert all(s.session.tokens.tolist() == live[: s.tokens] for s in slot.past)
         if rng.random() < 0.25:
             machine.restart()
     plain.stop()

@@ -103,7 +103,7 @@ def compare(engine: Engine, directory: Path, clients: int, turns: int, lives: in
     plain = serve(engine, None, 1)
     try:
         for history, number, said in asked:
-            plain.app._scheduler.slots[0].session.clear()
+            plain.app._scheduler.slots[0].clear()
             plain.app._scheduler.slots[0].forget()
             assert ask(plain.http, history, number) == (said, 0), history
     finally:

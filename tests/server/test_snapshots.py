@@ -16,7 +16,7 @@ from ds4.engine.types import EngineConfig, Row
 from ds4.errors import EngineError
 from ds4.prompt.types import Special
 from ds4.server.config import ServerConfig
-from ds4.server.reuse import LiveText, Lookup, Query, materialise, probe
+from ds4.server.reuse import NOTHING, LiveText, Lookup, Query, materialise, probe
 from ds4.server.slots import Slot, Slots, describe
 from ds4.server.snapshots import Past, Snapshot, Snapshots
 from ds4.testing import Script, ScriptedEngine, ScriptedSession, hash_model
@@ -258,6 +258,22 @@ def test_any_order_of_prompts_answers_as_without(seed: int) -> None:
         check(driver)
         assert open_snapshots(engine, 2) <= 2 * engine.plan.snapshots
     assert saved > 0
+
+
+def test_a_snapshot_of_something_else_is_never_gone_on_with() -> None:
+    """Whatever went wrong before: the tokens decide."""
+    engine = ring_engine()
+    slots = Slots(engine, 1)
+    slot = slots[0]
+    slot.session.append(list(range(200)) * 3)
+    other = engine.new_session()
+    other.append([7] * 400)
+    slot.past.add(Snapshot(other), 4)
+    query = Query(np.array([*(list(range(200)) * 2), 1, 2, 3], np.int32))
+    reuse = probe(slot, Lookup(query, slots))
+    assert (reuse.kind, reuse.tokens, reuse.state) == ("memory-rewind", 400, other)
+    assert materialise(slot, query, reuse) == NOTHING
+    assert slot.session.n_tokens == 0 and len(slot.past) == 0
 
 
 # ---- which ones are kept

@@ -25,16 +25,21 @@ PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}, "line
 
 
 class Say:
-    """The scripted model: thinks, answers in a few words that nobody said before, and calls as often as it was told."""
+    """The scripted model: thinks, answers in words that nobody said before, and calls as often as it was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, sentences: int = 6) -> None:
+        self._sentences = sentences
         self._count = 0
 
     def __call__(self, prompt: str) -> list[str]:
         self._count += 1
         n = self._count
         found = re.findall(r"<calls:(\d)>", prompt.rpartition("<｜Assistant｜>")[0][-400:])
-        text = f"Let me think about number {n}, " * 4 + f"</think>This is answer {n}. " + f"It has words {n}. " * 6
+        text = (
+            f"Let me think about number {n}, " * 4
+            + f"</think>This is answer {n}. "
+            + f"It has words {n}. " * self._sentences
+        )
         calls = "".join(
             f'<｜DSML｜invoke name="read">\n'
             f'<｜DSML｜parameter name="path" string="true">/src/{n}/{i}</｜DSML｜parameter>\n'
