@@ -1,7 +1,7 @@
 """How much of what agents send is evaluated twice: traces through the whole server in three dialects, and a peer.
 
     python -m bench.reuse                             # scripted DeepSeek model, all dialects; exit status 1 on a miss
-    python -m bench.reuse --model v4.gguf             # then a real one: its state, its tokens, and the script's words
+    python -m bench.reuse --model v4.gguf             # a real one: its state, its tokens, and the script's words
     python -m bench.reuse --peer PATH/llama-server    # then the demo model beside llama.cpp's server, Chat only
 
 A trace is what one kind of client does; each runs as Chat, Responses and Messages, over HTTP. `ideal` is what no server
@@ -45,16 +45,12 @@ from tests.support.agents import (
     Trace,
     compaction,
     edit,
-    more_than_sessions,
     plain_agents,
     regenerate,
-    restart,
     scripted,
 )
 
 SYSTEM_TOKENS = 4000
-LONG = 30
-"""Sentences of a real model's answers."""
 
 
 class Peer:
@@ -145,14 +141,18 @@ class Dictated:
 
 
 def economy(
-    make: Callable[[], EngineLike], system: str, dialects: Sequence[str] = tuple(DIALECTS), disk: bool = True
-) -> tuple[bool, list[list[object]]]:
-    """All traces; without `disk` those that need none."""
+    make: Callable[[], EngineLike],
+    system: str,
+    *,
+    names: Sequence[str] = tuple(TRACES),
+    dialects: Sequence[str] = tuple(DIALECTS),
+    disk: bool = True,
+) -> bool:
+    """The traces `names`, as a table; whether all claims hold."""
     rows: list[list[object]] = []
     holds = True
-    for name, (trace, habits, limit) in TRACES.items():
-        if not disk and trace in (restart, more_than_sessions):
-            continue
+    for name in names:
+        trace, habits, limit = TRACES[name]
         row: list[object] = [name]
         for dialect in dialects:
             client = DIALECTS[dialect](**habits)
@@ -167,21 +167,26 @@ def economy(
             holds = holds and counter.ratio <= limit
         rows.append([*row, f"{limit:.2f}"])
         print("|".join(map(str, rows[-1])), file=sys.stderr)
-    return holds, rows
+    print(report.table(("trace", *dialects, "claim"), rows))
+    return holds
 
 
-def of_a_model(path: Path, threads: int) -> bool:
-    """The traces on a real model with answers that are longer than its rings, and without a disk."""
-    engine = Engine.open(EngineConfig(model=path, ctx=1 << 14, slots=4, threads=threads))
+def of_a_model(args: argparse.Namespace) -> bool:
+    config = EngineConfig(model=args.model, ctx=1 << 14, slots=4, threads=args.threads, snapshots=args.snapshots)
+    engine = Engine.open(config)
     sentence = "You are an agent that edits files with care. "
     system = sentence * (SYSTEM_TOKENS // len(engine.tokenizer.encode(sentence)))
-    answer = "".join(Say(LONG)("<\uff5cAssistant\uff5c>"))
-    print(f"\n{path.name}, answers of about {len(engine.tokenizer.encode(answer))} tokens")
-    holds = True
-    for what, dialects, disk in (("disk", tuple(DIALECTS), True), ("no disk", ("chat",), False)):
-        good, rows = economy(lambda: Dictated(engine, Say(LONG)), system, dialects, disk)
-        holds = holds and good
-        print(report.table((f"trace, {what}", *dialects, "claim"), rows))
+    answer = len(engine.tokenizer.encode("".join(Say(args.sentences)(""))))
+    where = "no disk" if args.no_disk else "checkpoints on disk"
+    print(f"{args.model.name}, answers of about {answer} tokens, {args.snapshots} snapshots a session, {where}")
+    names = [name for name in TRACES if not args.traces or any(part in name for part in args.traces)]
+    holds = economy(
+        lambda: Dictated(engine, Say(args.sentences)),
+        system,
+        names=names,
+        dialects=args.dialects or tuple(DIALECTS),
+        disk=not args.no_disk,
+    )
     engine.close()
     return holds
 
@@ -218,14 +223,20 @@ def beside_the_peer(program: Path) -> list[list[object]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help="llama.cpp's llama-server")
-    parser.add_argument("--model", type=Path, help="a DeepSeek V4")
+    parser.add_argument("--model", type=Path, help="a DeepSeek V4, instead of the scripted model")
+    parser.add_argument("--sentences", type=int, default=30, help="of its answers, seven tokens each")
+    parser.add_argument("--snapshots", type=int, default=4)
+    parser.add_argument("--no-disk", action="store_true", help="without checkpoints: traces that need none")
+    parser.add_argument("--traces", nargs="+", metavar="PART", help="only those with such a name")
+    parser.add_argument("--dialects", nargs="+", choices=tuple(DIALECTS))
     parser.add_argument("-t", "--threads", type=int, default=2)
     args = parser.parse_args()
-    holds, rows = economy(scripted, "You are an agent that edits files with care. " * (SYSTEM_TOKENS // 45))
-    print(f"evaluated / ideal prompt tokens, a system prompt of {SYSTEM_TOKENS} tokens, scripted DeepSeek model")
-    print(report.table(("trace", *DIALECTS, "claim"), rows))
+    print("evaluated / ideal prompt tokens")
     if args.model:
-        holds = of_a_model(args.model, args.threads) and holds
+        holds = of_a_model(args)
+    else:
+        print(f"a system prompt of {SYSTEM_TOKENS} tokens, scripted DeepSeek model")
+        holds = economy(scripted, "You are an agent that edits files with care. " * (SYSTEM_TOKENS // 45))
     print(f"the claims: {'hold' if holds else 'DO NOT HOLD'}")
     if args.peer:
         print("\nthe demo model, Chat")

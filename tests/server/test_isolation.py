@@ -50,6 +50,9 @@ class Client:
         ]
 
     def turn(self, http: httpx.Client) -> None:
+        if len(self.history) > 2 and self.rng.random() < 0.2:
+            # Another last turn; the answer before it is what it was.
+            self.history[-1] = {"role": "user", "content": f"And now, what is it? {self.rng.random()}"}
         body = {"model": "m", "messages": self.history, "temperature": 0}
         if self.rng.random() < 0.15:
             self.leave(http, body)
@@ -60,9 +63,10 @@ class Client:
         assert said == answer(ChatMLRenderer().render(Conversation(messages)).text), self.secret
         assert self.secret in said
         self.cached += reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-        if self.rng.random() < 0.15:
+        what = self.rng.random()
+        if what < 0.15:
             self.history = self.beginning()
-        else:
+        elif what > 0.3:  # else the same is asked again
             question = f"And what is it? {self.rng.random()}"
             self.history += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
 
@@ -109,14 +113,18 @@ def serve_clients(server: RunningServer, clients: list[Client], *, rounds: int, 
     return sum(turns)
 
 
-def run(serve: Serve, directory: Path, seed: int, *, lives: int, rounds: int, seconds: float = 0.0) -> None:
+def run(
+    serve: Serve, directory: Path, seed: int, *, lives: int, rounds: int, seconds: float = 0.0, rings: bool = False
+) -> None:
+    """`rings`: sessions that can be cut back by few tokens, and keep snapshots."""
     print(f"seed {seed}")
+    sessions: dict[str, Any] = {"rewinds": False, "slack": 24, "snapshots": 3} if rings else {}
     clients = [Client(seed * 1000 + i) for i in range(N_CLIENTS)]
     kv = KvConfig(directory, budget_bytes=60_000, min_tokens=64, boundary_align=0, continued_interval=200)
     turns = 0
     tokenizer = ScriptedTokenizer()
     for _ in range(lives):
-        server = serve(ScriptedEngine(answer, ctx=16384, tokenizer=tokenizer), slots=4, kv=kv)
+        server = serve(ScriptedEngine(answer, ctx=16384, tokenizer=tokenizer, **sessions), slots=4, kv=kv)
         turns += serve_clients(server, clients, rounds=rounds, seconds=seconds / lives)
         server.stop()
         assert sum(path.stat().st_size for path in directory.glob("*.kv")) <= kv.budget_bytes
@@ -126,14 +134,16 @@ def run(serve: Serve, directory: Path, seed: int, *, lives: int, rounds: int, se
     assert cached > 0 and left > 0
 
 
-def test_sixteen_clients_and_four_sessions(serve: Serve, tmp_path: Path) -> None:
-    run(serve, tmp_path / "kv", 1, lives=2, rounds=6)
+@pytest.mark.parametrize("rings", [False, True])
+def test_sixteen_clients_and_four_sessions(serve: Serve, tmp_path: Path, rings: bool) -> None:
+    run(serve, tmp_path / "kv", 1, lives=2, rounds=6, rings=rings)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_ten_minutes(serve: Serve, tmp_path: Path) -> None:
-    run(serve, tmp_path / "kv", int(time.time()), lives=20, rounds=1, seconds=600)
+@pytest.mark.parametrize("rings", [False, True])
+def test_ten_minutes(serve: Serve, tmp_path: Path, rings: bool) -> None:
+    run(serve, tmp_path / "kv", int(time.time()), lives=20, rounds=1, seconds=600, rings=rings)
 
 
 def test_the_oracle_sees_a_foreign_byte() -> None:
