@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from ds4.server.exposition import render
 from ds4.server.metrics import SECONDS, WIDTHS, Histogram, Metrics
 from ds4.server.types import Failed, Finish
+from tests.support.running_server import Serve
 from tests.support.wire import get, run, serving
 
 
@@ -170,3 +172,23 @@ def test_the_http_server_feeds_it():
     assert found["ds4_http_requests_total", (("endpoint", "/health"), ("status", "200"))] == 2
     assert found["ds4_http_requests_total", (("endpoint", "other"), ("status", "400"))] == 1
     assert found["ds4_http_request_seconds_count", ()] == 3
+
+
+def test_prefill_is_what_no_cache_had(serve: Serve, caplog: pytest.LogCaptureFixture):
+    """In the counter and in the log: the new part of a prompt, not the prompt."""
+    server = serve("Yes.", slots=1)
+    messages = [{"role": "user", "content": "Is it? " * 100}]
+    seen = 0.0
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, "ds4.server"):
+            caplog.clear()
+            answer = server.http.post("/v1/chat/completions", json={"messages": messages}).json()
+        usage = answer["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        found = scrape(server.app._service.metrics)
+        new = found["ds4_prefill_tokens_total", ()] - seen
+        seen += new
+        assert new == usage["prompt_tokens"] - cached
+        assert f"ctx={cached}..{usage['prompt_tokens']}:{int(new)} " in caplog.text
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
+    assert cached > 700 > new
