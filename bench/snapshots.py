@@ -23,34 +23,9 @@ from bench import report
 from ds4.engine.engine import Engine
 from ds4.engine.session import Session
 from ds4.engine.types import EngineConfig, Row
-from tests.support.tiny_deepseek4 import drawn
+from tests.support.tiny_deepseek4 import with_flash_state
 
-FLASH_RATIOS = [0, 0, *([4, 128] * 20), 4]
 ROUNDS = 15
-
-
-def flash(directory: Path) -> Path:
-    """A model whose sessions are those of DeepSeek V4 Flash."""
-    model = drawn(
-        3,
-        vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=32,
-        num_hidden_layers=len(FLASH_RATIOS),
-        compress_ratios=FLASH_RATIOS,
-        num_attention_heads=1,
-        head_dim=512,
-        q_lora_rank=32,
-        o_groups=1,
-        o_lora_rank=32,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        sliding_window=128,
-        index_n_heads=1,
-        index_topk=512,
-        num_nextn_predict_layers=0,
-    )
-    return model.write_hf(directory / "flash")
 
 
 def filled(engine: Engine, tokens: int) -> Session:
@@ -93,7 +68,7 @@ def main() -> int:
     if not args.flash and args.model is None:
         p.error("a model, or --flash")
     with tempfile.TemporaryDirectory() as directory:
-        path = flash(Path(directory)) if args.flash else args.model
+        path = with_flash_state().write_hf(Path(directory) / "flash") if args.flash else args.model
         ctx = max(args.tokens) + 8192
         engine = Engine.open(EngineConfig(model=path, backend="cpu", ctx=ctx, threads=args.threads))
         rows = [measure(engine, tokens) for tokens in args.tokens]

@@ -9,36 +9,15 @@ import pytest
 
 from ds4.engine.engine import Engine
 from ds4.engine.types import EngineConfig, Row
-from tests.support.tiny_deepseek4 import drawn
+from tests.support.tiny_deepseek4 import with_flash_state
 
 MILLION = 1 << 20
-FLASH_RATIOS = [0, 0, *([4, 128] * 20), 4]
 MB = 1e6
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """All that the state of a session depends on as in DeepSeek V4 Flash, the rest as small as it gets."""
-    model = drawn(
-        3,
-        vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=32,
-        num_hidden_layers=len(FLASH_RATIOS),
-        compress_ratios=FLASH_RATIOS,
-        num_attention_heads=1,
-        head_dim=512,
-        q_lora_rank=32,
-        o_groups=1,
-        o_lora_rank=32,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        sliding_window=128,
-        index_n_heads=1,
-        index_topk=512,
-        num_nextn_predict_layers=0,
-    )
-    path = model.write_hf(tmp_path_factory.mktemp("lazy") / "flash")
+    path = with_flash_state().write_hf(tmp_path_factory.mktemp("lazy") / "flash")
     engine = Engine.open(EngineConfig(model=path, backend="cpu", ctx=MILLION, threads=2, check_memory=False))
     yield engine
     engine.close()

@@ -332,6 +332,30 @@ def drawn(seed: int, **changes: Any) -> TinyDeepSeek4:
     return TinyDeepSeek4("drawn", c, *_draw(c, seed))
 
 
+def with_flash_state() -> TinyDeepSeek4:
+    """All that the state of a session depends on as in DeepSeek V4 Flash, the rest as small as it gets."""
+    ratios = [0, 0, *([4, 128] * 20), 4]
+    return drawn(
+        3,
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=32,
+        num_hidden_layers=len(ratios),
+        compress_ratios=ratios,
+        num_attention_heads=1,
+        head_dim=512,
+        q_lora_rank=32,
+        o_groups=1,
+        o_lora_rank=32,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=128,
+        index_n_heads=1,
+        index_topk=512,
+        num_nextn_predict_layers=0,
+    )
+
+
 def both() -> Iterator[TinyDeepSeek4]:
     for variant in RATIOS:
         yield tiny(variant)
