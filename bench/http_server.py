@@ -86,6 +86,9 @@ def serve_ds4(port: int, awaiting: bool) -> None:
         for _ in range(count):
             for events, _ in streams:
                 events.send(EVENT)
+                # Else it would run ahead of the client, and what the socket does not take is cheaper.
+                if events.paused:
+                    await events.drain()
             await asyncio.sleep(0)
         for _, end in streams:
             end.set_result(None)

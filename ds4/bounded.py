@@ -66,7 +66,7 @@ class BoundedCache(Generic[K, V]):
                 self._cost -= found[1]
 
 
-def remembered(max_cost: int, cost: Callable[P, int]) -> Callable[[Callable[P, V]], Callable[P, V]]:
+def remembered(max_cost: int, cost: Callable[..., int]) -> Callable[[Callable[P, V]], Callable[P, V]]:
     """Decorates a pure function of hashable positional arguments; `cost` of its arguments stands for both sides."""
 
     def decorate(function: Callable[P, V]) -> Callable[P, V]:

@@ -28,8 +28,10 @@ def declared_size(tools: Iterable[Tool], *context: object) -> int:
 
 def size_of(message: Message, *context: object) -> int:
     """About what a message keeps in memory."""
-    calls = sum(4 * len(call.arguments) + len(call.raw or b"") + 512 for call in message.calls)
-    return 4 * (len(message.content) + len(message.reasoning)) + calls + 512
+    size = 4 * (len(message.content) + len(message.reasoning)) + 512
+    for call in message.calls:
+        size += 4 * len(call.arguments) + len(call.raw or b"") + 512
+    return size
 
 
 class Draft:

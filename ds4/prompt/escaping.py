@@ -11,11 +11,6 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from ds4.bounded import once_per_object
-
-_LONG = 512
-"""Characters from which on looking through a text costs more than remembering it."""
-
 
 @lru_cache(maxsize=16)
 def _patterns(end: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
@@ -26,15 +21,6 @@ def _patterns(end: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 def escape(text: str, end: str) -> str:
     """`text` with every occurrence of the closing delimiter `end` (it begins with `<`) made harmless."""
-    return _escape(text, end) if len(text) < _LONG else _escape_long(text, end)
-
-
-@once_per_object(64 << 20, lambda text, end: 4 * len(text))
-def _escape_long(text: str, end: str) -> str:
-    return _escape(text, end)
-
-
-def _escape(text: str, end: str) -> str:
     if end[1:] not in text:
         return text
     return _patterns(end)[0].sub(lambda m: "&lt;" if m[0] == "<" else "&amp;", text)

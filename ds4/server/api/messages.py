@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds4._json import Node, dumps
+from ds4._json import Node, Spans, dumps
 from ds4.engine.types import SamplingParams
 from ds4.errors import RequestError
 from ds4.prompt.types import Conversation, Message, ToolCall
@@ -101,7 +101,10 @@ def read_prompt(body: Node, preparer: Preparer, unused: list[str], live: LiveTur
     if len(nodes) == 0:
         raise nodes.error("Expected at least one message, got an empty array")
     system = _system(body.get("system"))
-    messages = tuple(message for node in nodes for message in _messages(node, unused))
+    read = _known.each(nodes, _read_message, 4)
+    messages = tuple([message for turns, _ in read for message in turns])
+    for _, without_effect in read:
+        unused += without_effect
     tools = anthropic_tools(body, unused)
     turn = None
     if live is not None:
@@ -159,6 +162,16 @@ def _system(node: Node | None) -> str | None:
 
 
 # ---- messages ---------------------------------------------------------------------------------------------------
+
+
+_known = Spans(128 << 20)
+"""A message of the history is read once."""
+
+
+def _read_message(node: Node) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    """The turns of a message, and what of it has no effect."""
+    unused: list[str] = []
+    return tuple(_messages(node, unused)), tuple(unused)
 
 
 def _messages(node: Node, unused: list[str]) -> list[Message]:

@@ -21,6 +21,7 @@ from ds4.server.api import common
 from ds4.server.api.content import arguments_text, result_text, text_of
 from ds4.server.api.custom_tools import custom_arguments
 from ds4.server.api.responses_tools import TOOL_SEARCH, ToolTable
+from ds4.server.api.texts import known_message
 
 _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
@@ -73,6 +74,7 @@ class InputReader:
         for item in node:
             self._item(item)
         self._flush()
+        self.messages = [known_message(message) for message in self.messages]
 
     def require_known(self, known: set[str]) -> None:
         """Raises RequestError (400) for a result of a call that is neither in the input nor in `known`."""
