@@ -377,10 +377,10 @@ std::unique_ptr<CudaWeight> Uploader::load(std::span<const MatrixView> parts, bo
     for (int64_t r = 0; r < rows; ++r)
       dequantize_row(p.type, static_cast<const std::byte*>(p.data) + static_cast<size_t>(r) * row_bytes(p.type, cols),
                      values.data() + r * cols, cols);
+    // Pageable memory: the copy has read it when the call returns, and what is on its way is not waited for.
     w->vector_ = DeviceBuffer(device_, values.size() * sizeof(float), DeviceBuffer::Lasting);
     DS4_CUDA(cudaMemcpyAsync(w->vector_.as(), values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice,
                              device_.stream()));
-    device_.synchronize();
   }
   w->interleaved = interleave;
 
@@ -492,7 +492,6 @@ std::unique_ptr<CudaWeight> Uploader::load_table(const MatrixView& view) {
   const size_t bytes = static_cast<size_t>(view.rows * view.cols) * sizeof(int32_t);
   w->table_ = DeviceBuffer(device_, bytes, DeviceBuffer::Lasting);
   DS4_CUDA(cudaMemcpyAsync(w->table_.as(), view.data, bytes, cudaMemcpyHostToDevice, device_.stream()));
-  device_.synchronize();
   return w;
 }
 
