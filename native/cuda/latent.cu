@@ -348,7 +348,7 @@ __device__ __forceinline__ float pool_column(const float* kg, int64_t stride, co
       const float* token = old ? reinterpret_cast<const float*>(ring_row(row, a.ring, at))
                                : kg + static_cast<int64_t>(row.first + at - step_first) * stride;
       gates[k] = token[half + column];
-      const float bias = a.bias[at % a.ratio * half + column];
+      const float bias = a.bias[(at >= first ? at - first : at - start) * half + column];
       if (!old) gates[k] = gates[k] + bias;
       if (keys_too) keys[k] = token[column];
     }

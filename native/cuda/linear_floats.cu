@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/async_copies.h"
 #include "cuda/device_math.h"
 #include "cuda/linear.h"
 #include "cuda/matrix_math.h"
@@ -233,25 +234,20 @@ __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatAr
   }
 }
 
-// Many tokens: a block of kWarps warps computes 16 rows a warp for 8 NT tokens; x goes through shared memory, kStep
-// blocks between two barriers.
-template <class T, int NT>
-struct FloatTile {
-  static constexpr int kTokens = 8 * NT, kPitch = 36;    // floats: lanes of a quarter warp fall into different banks
-  static constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // blocks of W on their way
-  static constexpr int kStep = NT == 8 ? 1 : kAhead, kStages = NT == 8 ? 4 : 3;
-};
-template <class T, int NT, int kWarps, bool kTail>
-__global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1) tile_floats(const T* w, FloatArgs p) {
-  using Tile = FloatTile<T, NT>;
-  constexpr int kTokens = Tile::kTokens, kPitch = Tile::kPitch, kAhead = Tile::kAhead, kStep = Tile::kStep;
-  constexpr int kStages = Tile::kStages;
+// Many tokens: a warp computes 16 rows for 8 NT tokens, a block of threads kRows by kColumns such tiles; x goes through
+// shared memory, kStep blocks between two barriers.
+template <class T, int NT, int kRows, int kColumns, bool kTail>
+__global__ void __launch_bounds__(32 * kRows * kColumns, kColumns == 1 ? 4 : 2) tile_floats(const T* w, FloatArgs p) {
+  constexpr int kTokens = 8 * NT * kColumns, kPitch = 36;  // floats: lanes of a quarter warp fall into different banks
+  constexpr int kThreads = 32 * kRows * kColumns;
+  constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // blocks of W on their way
+  constexpr int kStep = kColumns == 1 ? kAhead : 1, kStages = kColumns == 1 ? 3 : 4;
   __shared__ alignas(16) float stage[kStages][kStep][kTokens * kPitch];
   begin_kernel();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int blocks = static_cast<int>((p.cols + 31) / 32);
   const int64_t group = blockIdx.z, token0 = static_cast<int64_t>(blockIdx.x) * kTokens;
-  const int tile = static_cast<int>(blockIdx.y) * kWarps + warp;
+  const int tile = static_cast<int>(blockIdx.y) * kRows + warp % kRows, column = warp / kRows * (8 * NT);
   const T* row[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
@@ -261,22 +257,25 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1) tile_floats(
 #pragma unroll
     for (int r = 0; r < 2; ++r) raw[r].load(row[r] + block * 32);
   };
-  // A thread copies eight columns of one token at a time.
+  // Each thread copies eight columns of one token, of one block of a step or of several.
+  constexpr int kPieces = kTokens * 4, kBlocksAtOnce = kThreads / kPieces;
+  static_assert(kThreads % kPieces == 0 && kStep % kBlocksAtOnce == 0);
+  const int slot = static_cast<int>(threadIdx.x) / 4 % kTokens, piece = static_cast<int>(threadIdx.x) % 4 * 8;
+  const int own = static_cast<int>(threadIdx.x) / kPieces;
+  const float* const source = p.x + min(token0 + slot, p.T - 1) * p.x_stride + group * p.cols + own * 32 + piece;
+  const uint32_t target = shared_address(stage[0][own] + slot * kPitch + piece);
   const auto fetch = [&](int step) {
 #pragma unroll
-    for (int i = static_cast<int>(threadIdx.x); i < kStep * kTokens * 4; i += 32 * kWarps) {
-      const int of = i / (kTokens * 4), slot = i / 4 % kTokens, piece = i % 4 * 8, block = step * kStep + of;
-      if (block >= blocks) continue;
-      float* to = stage[step % kStages][of] + slot * kPitch + piece;
-      const int column = block * 32 + piece;
-      const bool inside = !kTail || column < p.cols;
-      const float* from = p.x + min(token0 + slot, p.T - 1) * p.x_stride + group * p.cols + (inside ? column : piece);
-      const int bytes = inside ? 16 : 0;
+    for (int of = 0; of < kStep; of += kBlocksAtOnce) {
+      const int block = step * kStep + of;
+      if (block + own >= blocks) continue;
+      const bool inside = !kTail || (block + own) * 32 + piece < p.cols;
+      const float* from = inside ? source + block * 32 : source - own * 32;
+      const uint32_t to = target + static_cast<uint32_t>((step % kStages * kStep + of) * (kTokens * kPitch * 4));
 #pragma unroll
       for (int k = 0; k < 2; ++k)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                         static_cast<uint32_t>(__cvta_generic_to_shared(to + 4 * k))),
-                     "l"(from + (inside ? 4 * k : 0)), "r"(bytes));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + 16 * k),
+                     "l"(from + (inside ? 4 * k : 0)), "r"(inside ? 16 : 0));
     }
     asm volatile("cp.async.commit_group;");
   };
@@ -308,7 +307,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1) tile_floats(
         for (int c = 0; c < 8; ++c) k[r][c] = inside ? k[r][c] : 0.0f;
       }
       if (block + kAhead < blocks) load(block + kAhead, raw[i]);
-      const float* from = stage[block / kStep % kStages][i % kStep] + g * kPitch + 8 * t;
+      const float* from = stage[block / kStep % kStages][i % kStep] + (column + g) * kPitch + 8 * t;
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
         const float4 lo = *reinterpret_cast<const float4*>(from + j * 8 * kPitch),
@@ -331,7 +330,8 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == 4 ? 2 : 1) tile_floats(
   for (int j = 0; j < NT; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t in_group = static_cast<int64_t>(tile) * 16 + g + i / 2 * 8, token = token0 + j * 8 + 2 * t + i % 2;
+      const int64_t in_group = static_cast<int64_t>(tile) * 16 + g + i / 2 * 8,
+                    token = token0 + column + j * 8 + 2 * t + i % 2;
       if (in_group < p.rank && token < p.T) store(p, group * p.rank + in_group, token, total[j][i]);
     }
 }
@@ -343,20 +343,17 @@ void launch_matrix(const Device& device, const Segment& w, const float* x, int64
   const T* data = w.memory.as<T>();
   const int64_t tiles = (p.rank + 15) / 16, groups = p.rows / p.rank;
   if (p.T > 32) {
-    const auto run = [&](auto kernel, int64_t tokens, int64_t warps) {
+    const auto run = [&](auto kernel, int64_t tokens, int64_t rows, unsigned threads) {
       launch_kernel(device.stream(),
                     dim3(static_cast<unsigned>((p.T + tokens - 1) / tokens),
-                         static_cast<unsigned>((tiles + warps - 1) / warps), static_cast<unsigned>(groups)),
-                    static_cast<unsigned>(32 * warps), 0, kernel, data, p);
+                         static_cast<unsigned>((tiles + rows - 1) / rows), static_cast<unsigned>(groups)),
+                    threads, 0, kernel, data, p);
     };
     // Enough warps for the device, weights read as seldom as that allows.
-    const int64_t warps = (p.T + 63) / 64 * tiles * groups, enough = 8 * device.multiprocessors();
-    if (warps >= 2 * enough)
-      run(tile_floats<T, 8, 8, kTail>, 64, 8);
-    else if (warps >= enough)
-      run(tile_floats<T, 8, 4, kTail>, 64, 4);
+    if ((p.T + 31) / 32 * tiles * groups >= 8 * device.multiprocessors())
+      run(tile_floats<T, 4, 4, 2, kTail>, 64, 4, 256);
     else
-      run(tile_floats<T, 2, 4, kTail>, 16, 4);
+      run(tile_floats<T, 2, 4, 1, kTail>, 16, 4, 128);
     return;
   }
   const int64_t chains = ((p.cols + 31) / 32 + kChainBlocks - 1) / kChainBlocks;
