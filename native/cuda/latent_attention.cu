@@ -85,42 +85,37 @@ struct HalfRows {
   __device__ __forceinline__ uint32_t at(int row, int piece) const {
     return address + static_cast<uint32_t>(row * pitch * 2 + (piece ^ row % 8) * 16);
   }
-  // Rows first .. first + 15, columns 8 piece .. 8 piece + 15, as the left operand.
-  __device__ __forceinline__ void left(uint32_t (&a)[4], int first, int piece, int lane) const {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(at(first + lane % 16, piece + lane / 16)));
-  }
-  // The same rows and columns as two right operands: rows are the units' columns, eight each.
-  __device__ __forceinline__ void right(uint32_t (&b)[4], int first, int piece, int lane) const {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                 : "r"(at(first + lane % 8 + lane / 16 * 8, piece + lane / 8 % 2)));
-  }
-  // The same as two right operands of eight columns each, the rows the units' k.
-  __device__ __forceinline__ void right_down(uint32_t (&b)[4], int first, int piece, int lane) const {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                 : "r"(at(first + lane % 16, piece + lane / 16)));
-  }
-  __device__ __forceinline__ void store(int row, int quad, uint2 v) const {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at(row, quad / 2) + quad % 2 * 8), "r"(v.x), "r"(v.y)
-                 : "memory");
-  }
 };
+
+// Four 8 x 8 matrices of halves: the addresses of eight rows each, from eight lanes.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void load_turned(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
 
 // f32 values as sums of two halves; each is kept in rows of its own.
 struct SplitRows {
   HalfRows high, low;
 
-  // Four values; whether their low parts are not all zero.
+  // Four values to quad `quad` of a row, or behind an address in the high parts; whether their low parts are not all
+  // zero.
   __device__ __forceinline__ bool store(int row, int quad, float4 v) const {
+    return store(high.at(row, quad / 2) + quad % 2 * 8, v);
+  }
+  __device__ __forceinline__ bool store(uint32_t at, float4 v) const {
     const __half2 a = __floats2half2_rn(v.x, v.y), b = __floats2half2_rn(v.z, v.w);
     const float2 fa = __half22float2(a), fb = __half22float2(b);
     const __half2 c = __floats2half2_rn(v.x - fa.x, v.y - fa.y), d = __floats2half2_rn(v.z - fb.x, v.w - fb.y);
     const auto bits = [](__half2 h) { return *reinterpret_cast<const uint32_t*>(&h); };
-    high.store(row, quad, {bits(a), bits(b)});
-    low.store(row, quad, {bits(c), bits(d)});
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(bits(a)), "r"(bits(b)) : "memory");
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at + (low.address - high.address)), "r"(bits(c)), "r"(bits(d))
+                 : "memory");
     return ((bits(c) | bits(d)) & 0x7FFF7FFFu) != 0;
   }
 };
@@ -142,9 +137,9 @@ constexpr int64_t attend_bytes(int64_t padded) {
 
 // Bytes: 64 rows of dim floats for 16 kTiles heads, from the cache; operations 4 * 64 * dim a head. f32 values are sums
 // of two halves, exact to 22 bits; products of two low parts are left out, and those with low parts of rows where these
-// are zeros: most columns of key rows were rounded to FP8. Scores: a warp has a quarter of the columns for 16 heads and
-// 16 kTiles rows. Weighted sums: a warp has 32 columns of all heads. kWhole: all chunks of the row, into `out`;
-// otherwise chunk blockIdx.x into `p`.
+// are zeros: most columns of key rows were rounded to FP8. Scores: a warp has a quarter of the columns, 16 of each 64,
+// for 16 heads and 16 kTiles rows. Weighted sums: a warp has 32 columns of all heads. kWhole: all chunks of the row,
+// into `out`; otherwise chunk blockIdx.x into `p`.
 template <int kTiles, bool kWhole>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_latent(const float* q, int64_t q_stride, const float* kv, int64_t kv_stride, const DeviceRow* rows,
@@ -152,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                   const int32_t* counts, int64_t ids_stride, const float* sinks, int heads, int dim, float scale,
                   LatentParts p, Turn turn, float* out, int64_t out_stride, Activations codes) {
   begin_kernel();
-  extern __shared__ float4 shared4[];
+  extern __shared__ __align__(128) uint8_t attend_memory[];
   constexpr int kAll = kTiles * kHeads;
   __shared__ const float* entry[kRows];
   __shared__ Softmax running[kAll];
@@ -163,11 +158,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int total = list.total(row.position), quads = dim / 4, padded = (dim + 63) / 64 * 64;
   if (!kWhole && static_cast<int>(blockIdx.x) * kRows >= total) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const uint32_t base = shared_address(shared4);
+  const uint32_t base = shared_address(attend_memory);
   const auto after = [&](int count) { return static_cast<uint32_t>(count * padded * 2); };
   const SplitRows query{{base, padded}, {base + after(kAll), padded}},
       latent{{base + after(2 * kAll), padded}, {base + after(2 * kAll + kRows), padded}};
-  float* const score = reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(shared4) + after(2 * kAll + 2 * kRows));
+  float* const score = reinterpret_cast<float*>(attend_memory + after(2 * kAll + 2 * kRows));
   // Part `part` of head h's scores; a row's place among them, likewise so that eight heads fall into different banks.
   const auto scores = [&](int h, int part) { return score + (h * kParts + part) * kRows; };
   const HalfRows weight_high{shared_address(score), kRows * kParts * 2},
@@ -204,25 +199,30 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (threadIdx.x == 0) low_columns = 0;
     __syncthreads();
-    // Rows up to the next multiple of 16 and columns behind the last are zeros. Two rows of a warp on their way.
+    // Rows up to the next multiple of 16 and columns behind the last are zeros. A warp has four rows.
     unsigned low = 0;
-    for (int j = warp; j < filled; j += 2 * kWarps) {
-      float4 v[2][4];
+    {
+      constexpr int kEach = kRows / kWarps;
+      float4 v[kEach][4];
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
+      for (int r = 0; r < kEach; ++r) {
+        const int of = warp + r * kWarps;
+        const float4* from = reinterpret_cast<const float4*>(entry[of]) + lane;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int at = i * 32 + lane, of = j + r * kWarps;
           v[r][i] = make_float4(0, 0, 0, 0);
-          if (of < n && at < quads) v[r][i] = __ldcg(reinterpret_cast<const float4*>(entry[of]) + at);
+          if (of < n && i * 32 + lane < quads) v[r][i] = __ldcg(from + i * 32);
         }
+      }
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
+      for (int r = 0; r < kEach; ++r) {
+        const int of = warp + r * kWarps;
+        if (of >= filled) break;
+        const uint32_t to = latent.high.at(of, lane / 2) + lane % 2 * 8;  // the next piece of 32 quads: 256 bytes on
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (const int at = i * 32 + lane;
-              j + r * kWarps < filled && at < padded / 4 && latent.store(j + r * kWarps, at, v[r][i]))
-            low |= 1u << (at / 8);
+          if (i * 32 + lane < padded / 4) low |= latent.store(to + i * 256, v[r][i]) ? 1u << (i * 4 + lane / 8) : 0u;
+      }
     }
     low = __reduce_or_sync(0xFFFFFFFFu, low);
     if (lane == 0 && low) atomicOr(&low_columns, low);
@@ -237,28 +237,34 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kGroup / 2; ++i) sum[i / 4][i % 4] = 0.0f;
       if (first < n) {
+        const uint32_t a_high = query.high.at(tile * kHeads + lane % 16, 2 * part + lane / 16),
+                       a_low = a_high + (query.low.address - query.high.address),
+                       b_high = latent.high.at(first + lane % 8 + lane / 16 * 8, 2 * part + lane / 8 % 2),
+                       b_low = b_high + (latent.low.address - latent.high.address);
+        const uint32_t rows16 = static_cast<uint32_t>(32 * padded);
+        const unsigned lows = low >> (part / 2);
+#pragma unroll 2
         for (int step = 0; step < steps; ++step) {
-          const int piece = (part * steps + step) * 2;
-          const bool both = low >> (piece / 4) & 1u;
-          uint32_t a[4], b[4], high[kGroup / 16][4];
-          query.low.left(a, tile * kHeads, piece, lane);
+          const uint32_t on = static_cast<uint32_t>(step * 128);
+          uint32_t up[4], down[4], high[kGroup / 16][4];
+          load_matrices(down, a_low + on);
+          load_matrices(up, a_high + on);
 #pragma unroll
-          for (int i = 0; i < kGroup / 16; ++i) {
-            latent.high.right(high[i], first + 16 * i, piece, lane);
-            multiply_halves(sum[2 * i], a, high[i][0], high[i][1]);
-            multiply_halves(sum[2 * i + 1], a, high[i][2], high[i][3]);
-          }
-          query.high.left(a, tile * kHeads, piece, lane);
+          for (int i = 0; i < kGroup / 16; ++i) load_matrices(high[i], b_high + on + i * rows16);
 #pragma unroll
-          for (int i = 0; i < kGroup / 16; ++i) {
-            if (both) {
-              latent.low.right(b, first + 16 * i, piece, lane);
-              multiply_halves(sum[2 * i], a, b[0], b[1]);
-              multiply_halves(sum[2 * i + 1], a, b[2], b[3]);
+          for (int i = 0; i < kGroup / 8; ++i)
+            multiply_halves(sum[i], down, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+          if (lows >> (2 * step) & 1u) {
+#pragma unroll
+            for (int i = 0; i < kGroup / 16; ++i) {
+              load_matrices(down, b_low + on + i * rows16);
+              multiply_halves(sum[2 * i], up, down[0], down[1]);
+              multiply_halves(sum[2 * i + 1], up, down[2], down[3]);
             }
-            multiply_halves(sum[2 * i], a, high[i][0], high[i][1]);
-            multiply_halves(sum[2 * i + 1], a, high[i][2], high[i][3]);
           }
+#pragma unroll
+          for (int i = 0; i < kGroup / 8; ++i)
+            multiply_halves(sum[i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
         }
       }
 #pragma unroll
@@ -311,28 +317,35 @@ __global__ void __launch_bounds__(kThreads, 1)
       float sum[kTiles][4][4];
 #pragma unroll
       for (int i = 0; i < kTiles * 16; ++i) sum[i / 16][i / 4 % 4][i % 4] = 0.0f;
-      for (int first = 0; first < filled; first += 16) {
+      const uint32_t v_high = latent.high.at(lane % 16, column0 / 8 + lane / 16),
+                     v_low = v_high + (latent.low.address - latent.high.address);
+      const uint32_t a_high = weight_high.at(lane % 16, lane / 16);  // rows are whole 128 bytes: pieces change by bits
+      constexpr uint32_t kToLow = 2 * kRows, kTileBytes = kHeads * kRows * kParts * 4;
+#pragma unroll
+      for (int step = 0; step < kRows / 16; ++step) {
+        if (step * 16 >= filled) break;
+        const uint32_t on = static_cast<uint32_t>(step * 32 * padded);
         uint32_t high[2][4], rest[2][4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          latent.high.right_down(high[i], first, column0 / 8 + 2 * i, lane);
-          if (both) latent.low.right_down(rest[i], first, column0 / 8 + 2 * i, lane);
+          load_turned(high[i], (v_high ^ 32 * i) + on);
+          if (both) load_turned(rest[i], (v_low ^ 32 * i) + on);
         }
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          uint32_t a[4];
-          weight_low.left(a, tile * kHeads, first / 8, lane);
+          uint32_t up[4], down[4];
+          load_matrices(down, (a_high ^ 32 * step) + tile * kTileBytes + kToLow);
+          load_matrices(up, (a_high ^ 32 * step) + tile * kTileBytes);
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            multiply_halves(sum[tile][i], a, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
-          weight_high.left(a, tile * kHeads, first / 8, lane);
+            multiply_halves(sum[tile][i], down, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
           if (both)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              multiply_halves(sum[tile][i], a, rest[i / 2][i % 2 * 2], rest[i / 2][i % 2 * 2 + 1]);
+              multiply_halves(sum[tile][i], up, rest[i / 2][i % 2 * 2], rest[i / 2][i % 2 * 2 + 1]);
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            multiply_halves(sum[tile][i], a, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+            multiply_halves(sum[tile][i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
         }
       }
 #pragma unroll
@@ -361,7 +374,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if constexpr (kWhole) {
     // The rows' place takes what is to be rounded.
-    float* const result = reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(shared4) + after(2 * kAll));
+    float* const result = reinterpret_cast<float*>(attend_memory + after(2 * kAll));
     const int pitch = dim + 8;  // eight heads fall into different banks
     static_assert(kAll * (kMostColumns + 8) <= kRows * kMostColumns);
 #pragma unroll
