@@ -1,8 +1,9 @@
 // Block formats and many rows of activations: the kernels that walk tiles (linear.h), and their launches.
 //
-// Dense matrices: a block of four warps computes 64 MT rows of W for 8 NT tokens. Weights go from memory into the
-// registers of the one warp that needs them, activations come by bulk copies through shared memory, two tiles a stage.
-// Experts: the activations of an item stay in shared memory, so that warps take tile rows on their own.
+// Dense matrices: a warp computes 16 rows of W for 8 NT tokens. Weights go from memory into the registers of the one
+// warp that needs them, activations come by bulk copies through shared memory, two tiles a stage. A warp issues about
+// one instruction in five cycles, so what counts is that a scheduler has four warps. Experts: the activations of an
+// item stay in shared memory, so that warps take tile rows on their own.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,6 @@
 
 namespace ds4::cuda {
 
-constexpr int kTileWarps = 4;
 constexpr int kStageTiles = 2;
 constexpr int kStages = 3;
 
@@ -23,25 +23,24 @@ struct Stage {
   alignas(16) float d[NT][kStageTiles * 8];
   alignas(16) uint32_t sums[Layout<type>::kMin ? NT : 1][kStageTiles * 32];
 };
-template <DType type, int MT, int NT>
+template <DType type, int NT, int kWarps>
 struct TileMemory {
   Stage<type, NT> stages[kStages];
-  float4 totals[MT * NT][32 * kTileWarps];
+  float4 totals[NT][32 * kWarps];
   uint64_t arrivals[kStages];
 };
 
-template <DType type, int MT, int NT>
-__global__ void __launch_bounds__(32 * kTileWarps, MT* NT > 8 ? 2 : 4)
-    tile_blocks(Planes w, Activations x, LinearArgs p) {
+template <DType type, int NT, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps, 16 / kWarps) tile_blocks(Planes w, Activations x, LinearArgs p) {
   using L = Layout<type>;
   constexpr int kCopies = type == DType::IQ2_XXS ? 8 : 0;
   extern __shared__ uint4 dynamic[];
-  auto& memory = *reinterpret_cast<TileMemory<type, MT, NT>*>(dynamic);
+  auto& memory = *reinterpret_cast<TileMemory<type, NT, kWarps>*>(dynamic);
   __shared__ Grid<kCopies> grid;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int slab = static_cast<int>(blockIdx.z), group0 = static_cast<int>(blockIdx.x) * NT;
   const int here = min(NT, static_cast<int>((p.T + 7) / 8) - group0);
-  const int tile_row = (static_cast<int>(blockIdx.y) * kTileWarps + warp) * MT;
+  const int tile_row = static_cast<int>(blockIdx.y) * kWarps + warp;
   grid.fill(w);
   if (threadIdx.x == 0) {
     for (uint64_t& a : memory.arrivals) init_barrier(shared_address(&a));
@@ -50,14 +49,10 @@ __global__ void __launch_bounds__(32 * kTileWarps, MT* NT > 8 ? 2 : 4)
   __syncthreads();
 
   const TileReader<type> reader(w, lane);
-  uint32_t tile0[MT], super0[MT];
-  RawTile<type> raw[2][MT];
-#pragma unroll
-  for (int m = 0; m < MT; ++m) {
-    const auto row = static_cast<uint32_t>(slab * p.tiles_m + min(tile_row + m, p.tiles_m - 1));
-    tile0[m] = row * p.tiles_k, super0[m] = row * (p.tiles_k / 2);
-    reader.all(raw[0][m], tile0[m], super0[m]);
-  }
+  const auto row = static_cast<uint32_t>(slab * p.tiles_m + min(tile_row, p.tiles_m - 1));
+  const uint32_t tile0 = row * p.tiles_k, super0 = row * (p.tiles_k / 2);
+  RawTile<type> raw[2];
+  reader.all(raw[0], tile0, super0);
   begin_kernel();
 
   // Lane n of the first warp copies the activations of the n-th eight tokens.
@@ -82,9 +77,9 @@ __global__ void __launch_bounds__(32 * kTileWarps, MT* NT > 8 ? 2 : 4)
   for (int stage = 0; stage < kStages; ++stage) fetch(stage);
 
   const uint32_t book = grid.address(lane);
-  float acc[MT][NT][4];
+  float acc[NT][4];
 #pragma unroll
-  for (int i = 0; i < MT * NT * 4; ++i) acc[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
+  for (int i = 0; i < NT * 4; ++i) acc[i / 4][i % 4] = 0.0f;
   float4* const totals = &memory.totals[0][threadIdx.x];
   for (int stage = 0; stage < stages; ++stage) {
     wait_for(shared_address(&memory.arrivals[stage % kStages]), stage / kStages & 1);
@@ -93,33 +88,24 @@ __global__ void __launch_bounds__(32 * kTileWarps, MT* NT > 8 ? 2 : 4)
     for (int k = 0; k < kStageTiles; ++k) {
       const int tile = stage * kStageTiles + k, ahead = min(tile + 1, p.tiles_k - 1);
       if (tile >= p.tiles_k) break;
+      reader.all(raw[k ^ 1], tile0 + ahead, super0 + ahead / 2);
+      TileCodes codes;
+      decode_tile<type, kCopies>(raw[k], book, lane, codes);
+      const TileScales<type> scales(raw[k], lane);
 #pragma unroll
-      for (int m = 0; m < MT; ++m) reader.all(raw[k ^ 1][m], tile0[m] + ahead, super0[m] + ahead / 2);
-      TileCodes codes[MT];
-#pragma unroll
-      for (int m = 0; m < MT; ++m) decode_tile<type, kCopies>(raw[k][m], book, lane, codes[m]);
-      const auto add_all = [&](int m, const TileScales<type>& scales, int n) {
+      for (int n = 0; n < NT; ++n) {
         TileTokens tokens;
         const uint4* q = reinterpret_cast<const uint4*>(from.q[n] + k * 1024) + lane;
         tokens.q[0] = q[0], tokens.q[1] = q[32];
         if constexpr (L::kMin) tokens.sums = from.sums[n][k * 32 + t * 8 + g];
         const float2 scale = *reinterpret_cast<const float2*>(from.d[n] + k * 8 + 2 * t);
-        add_tile<type>(acc[m][n], codes[m], scales, tokens, scale, lane);
-      };
-      if constexpr (MT == 1) {
-        const TileScales<type> scales(raw[k][0], lane);
-#pragma unroll
-        for (int n = 0; n < NT; ++n) add_all(0, scales, n);
-      } else {
-        const TileScales<type> first(raw[k][0], lane), second(raw[k][1], lane);
-#pragma unroll
-        for (int n = 0; n < NT; ++n) add_all(0, first, n), add_all(1, second, n);
+        add_tile<type>(acc[n], codes, scales, tokens, scale, lane);
       }
       if (tile % kChainTiles == kChainTiles - 1 && tile != p.tiles_k - 1) {
 #pragma unroll
-        for (int i = 0; i < MT * NT; ++i) {
-          float (&v)[4] = acc[i / NT][i % NT];
-          float4& total = totals[i * (32 * kTileWarps)];
+        for (int n = 0; n < NT; ++n) {
+          float (&v)[4] = acc[n];
+          float4& total = totals[n * (32 * kWarps)];
           float4 sum = make_float4(v[0], v[1], v[2], v[3]);
           if (tile >= kChainTiles) {
             const float4 before = total;
@@ -134,17 +120,16 @@ __global__ void __launch_bounds__(32 * kTileWarps, MT* NT > 8 ? 2 : 4)
     fetch(stage + kStages);
   }
 #pragma unroll
-  for (int i = 0; i < MT * NT; ++i) {
-    float (&v)[4] = acc[i / NT][i % NT];
+  for (int n = 0; n < NT; ++n) {
+    float (&v)[4] = acc[n];
     if (p.tiles_k > kChainTiles) {
-      const float4 before = totals[i * (32 * kTileWarps)];
+      const float4 before = totals[n * (32 * kWarps)];
       v[0] = before.x + v[0], v[1] = before.y + v[1], v[2] = before.z + v[2], v[3] = before.w + v[3];
     }
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const int64_t token = (group0 + i % NT) * 8 + 2 * t + k;
-      if (token < p.T && tile_row + i / NT < p.tiles_m)
-        finish_pair(p, slab, tile_row + i / NT, g, token, v[k], v[2 + k]);
+      const int64_t token = (group0 + n) * 8 + 2 * t + k;
+      if (token < p.T && tile_row < p.tiles_m) finish_pair(p, slab, tile_row, g, token, v[k], v[2 + k]);
     }
   }
 }
@@ -316,21 +301,20 @@ void launch_item_tiles(const Device& device, const Planes& w, const Activations&
 
 template <DType type>
 void launch_tiles(const Device& device, const Planes& w, const Activations& x, const LinearArgs& p) {
-  const auto run = [&](auto rows, auto groups) {
-    constexpr int MT = decltype(rows)::value, NT = decltype(groups)::value;
-    constexpr auto kernel = tile_blocks<type, MT, NT>;
-    constexpr int bytes = sizeof(TileMemory<type, MT, NT>);
+  const auto run = [&](auto groups, auto of) {
+    constexpr int NT = decltype(groups)::value, kWarps = decltype(of)::value;
+    constexpr auto kernel = tile_blocks<type, NT, kWarps>;
+    constexpr int bytes = sizeof(TileMemory<type, NT, kWarps>);
     allow_shared(reinterpret_cast<const void*>(kernel), bytes);
     const dim3 grid(static_cast<unsigned>((p.T + 8 * NT - 1) / (8 * NT)),
-                    static_cast<unsigned>((p.tiles_m + kTileWarps * MT - 1) / (kTileWarps * MT)),
-                    static_cast<unsigned>(p.slabs));
-    launch_kernel(device.stream(), grid, 32 * kTileWarps, bytes, kernel, w, x, p);
+                    static_cast<unsigned>((p.tiles_m + kWarps - 1) / kWarps), static_cast<unsigned>(p.slabs));
+    launch_kernel(device.stream(), grid, 32 * kWarps, bytes, kernel, w, x, p);
   };
   // Enough blocks of threads for the device, weights read as seldom as that allows.
-  if ((p.T + 63) / 64 * ((p.tiles_m + 2 * kTileWarps - 1) / (2 * kTileWarps)) * p.slabs >= device.multiprocessors())
-    run(std::integral_constant<int, 2>{}, std::integral_constant<int, 8>{});
+  if ((p.T + 63) / 64 * ((p.tiles_m + 7) / 8) * p.slabs >= device.multiprocessors())
+    run(std::integral_constant<int, 8>{}, std::integral_constant<int, 8>{});
   else
-    run(std::integral_constant<int, 1>{}, std::integral_constant<int, 2>{});
+    run(std::integral_constant<int, 2>{}, std::integral_constant<int, 4>{});
 }
 
 }  // namespace ds4::cuda
