@@ -144,7 +144,15 @@ ENGINE_FLAGS = (
         0,
         shown="all usable cores",
     ),
-    Flag(("--prefill-chunk",), "prefill_chunk", "prompt tokens per prefill step", "N", integer(1, 65536), 512),
+    Flag(
+        ("--prefill-chunk",),
+        "prefill_chunk",
+        "prompt tokens per prefill step",
+        "N",
+        integer(0, 65536),
+        0,
+        shown="2048 on a GPU, else 512",
+    ),
     Flag(
         ("--isa",),
         "isa",

@@ -63,6 +63,8 @@ _F16 = 1
 _REPACKED = 9 / 8
 # Tiles on the device: IQ2_XXS takes 70 bytes for the file's 66, other types less more.
 _DEVICE_REPACKED = 35 / 33
+# Tokens of a prefill step where nobody says how many.
+_CHUNK, _DEVICE_CHUNK = 512, 2048
 # Rows of a page of state, at most: forks share whole pages.
 _PAGE_ROWS = 64
 # Quantised copies of activations beside the f32 ones.
@@ -122,6 +124,8 @@ class Engine(Described):
         # An instruction set is a wish about the CPU.
         kind = resolve("cpu" if config.backend == "auto" and config.isa != "auto" else config.backend)
         module = module_of(kind)
+        if config.prefill_chunk == 0:
+            config = dataclasses.replace(config, prefill_chunk=_DEVICE_CHUNK if kind == "cuda" else _CHUNK)
         backend = _open_backend(module, kind, config)
         drafts = find_drafts(file, config)
         native = build_model(file, backend, kv_qat=config.kv_qat, module=module, drafts=drafts, config=config)
@@ -325,7 +329,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _check_config(config: EngineConfig) -> None:
-    for name, low in (("ctx", 0), ("slots", 1), ("snapshots", 0), ("prefill_chunk", 1), ("threads", 0)):
+    for name, low in (("ctx", 0), ("slots", 1), ("snapshots", 0), ("prefill_chunk", 0), ("threads", 0)):
         value = getattr(config, name)
         if value < low:
             raise ConfigError(f"{name} is {value}, it must be at least {low}")
@@ -447,7 +451,7 @@ def plan_memory(
     ahead = model.most_ahead if drafts else 0
     per_session = model.state_bytes(config.ctx) + model.spare_bytes + 4 * config.ctx + 4 * model.vocab * (1 + ahead)
     wanted = config.slots + 1 + ahead
-    workspace = model.workspace_bytes(config.prefill_chunk + config.slots, wanted) * _WORKSPACE
+    workspace = model.workspace_bytes((config.prefill_chunk or _CHUNK) + config.slots, wanted) * _WORKSPACE
     room = available_memory() if free_device_memory is None else free_device_memory
     on_device = free_device_memory is not None
     plan = MemoryPlan(int(weights), per_session, config.slots, int(workspace), room, on_device)

@@ -38,7 +38,9 @@ class EngineConfig:
     `ctx` tokens per session, exactly as asked (D8a), 0: what the model was trained on, at most `AUTO_CTX`; an open
     engine's configuration has the number. `slots` resident sessions, for the memory plan, and `snapshots` that a
     server's may each keep of itself (none in families whose sessions can be cut anywhere). `threads` 0 means one per
-    usable core; `isa` caps the instruction set ("auto", "avx512", "avx2", "scalar").
+    usable core; `isa` caps the instruction set ("auto", "avx512", "avx2", "scalar"). `prefill_chunk` tokens of a prompt
+    in one step, 0: 2,048 on a GPU, which reads the experts' weights once for them, 512 elsewhere; an open engine's
+    configuration has the number.
 
     `mtp` drafts with the model's multi-token prediction head, at most `mtp_draft` tokens (1 to 16) for one step, each
     further one only behind a draft whose logit leads the second best by `mtp_margin`. `dspark` drafts with the model's
@@ -53,7 +55,7 @@ class EngineConfig:
     slots: int = 1
     snapshots: int = 4
     threads: int = 0
-    prefill_chunk: int = 512
+    prefill_chunk: int = 0
     isa: str = "auto"
     warm_weights: bool = False
     check_memory: bool = True

@@ -65,13 +65,14 @@ class App:
         markers = self._markers()
         bridge = Bridge(asyncio.get_running_loop())
         metrics = Metrics(config.engine.slots)
+        chunk = config.engine.prefill_chunk or self.engine.config.prefill_chunk
         self._scheduler = Scheduler(
             self.engine,
             SchedulerConfig(
                 slots=config.engine.slots,
                 # The memory plan counts on steps of this size.
-                prefill_quantum=config.engine.prefill_chunk,
-                mixed_prefill_quantum=min(config.mixed_prefill_quantum, config.engine.prefill_chunk),
+                prefill_quantum=chunk,
+                mixed_prefill_quantum=min(config.mixed_prefill_quantum, chunk),
                 draft_timing=config.draft_timing,
             ),
             bridge.deliver,

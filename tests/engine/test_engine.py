@@ -99,7 +99,7 @@ def test_context_of_its_own_choice(gguf_file: Path) -> None:
         ({"ctx": -1}, "ctx is -1"),
         ({"slots": 0}, "slots is 0"),
         ({"threads": -1}, "threads is -1"),
-        ({"prefill_chunk": 0}, "prefill_chunk is 0"),
+        ({"prefill_chunk": -1}, "prefill_chunk is -1"),
     ],
     ids=str,
 )
@@ -246,6 +246,10 @@ def test_module_exports() -> None:
         ds4.Nothing  # noqa: B018
 
 
+def test_a_chunk_of_zero_is_the_backends_choice(gguf_file: Path) -> None:
+    assert open_engine(gguf_file, prefill_chunk=0).config.prefill_chunk == 512
+
+
 def test_default_configuration_is_sane() -> None:
     config = EngineConfig()
-    assert config.backend == "auto" and config.prefill_chunk > 0
+    assert config.backend == "auto" and config.prefill_chunk == 0

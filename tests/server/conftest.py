@@ -22,7 +22,9 @@ def serve() -> Iterator[Serve]:
 
     def start(*scripts: Any, slots: int = 2, limits: Limits | None = None, **fields: Any) -> RunningServer:
         engine = scripts[0] if scripts and isinstance(scripts[0], ScriptedEngine) else ScriptedEngine(*scripts)
-        config = ServerConfig(engine=EngineConfig(ctx=engine.config.ctx, slots=slots), port=0, drain_seconds=5.0)
+        config = ServerConfig(
+            engine=EngineConfig(ctx=engine.config.ctx, slots=slots, prefill_chunk=512), port=0, drain_seconds=5.0
+        )
         server = RunningServer(engine, replace(config, **fields), limits)
         running.append(server)
         return server

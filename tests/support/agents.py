@@ -296,7 +296,9 @@ class Ours:
     def start(self) -> None:
         engine = self._engine()
         kv = None if self._directory is None else KvConfig(self._directory, boundary_align=0)
-        config = ServerConfig(engine=EngineConfig(ctx=engine.config.ctx, slots=self._slots), port=0, kv=kv)
+        config = ServerConfig(
+            engine=EngineConfig(ctx=engine.config.ctx, slots=self._slots, prefill_chunk=512), port=0, kv=kv
+        )
         self._server = RunningServer(engine, config)
         service = self._server.app._service
         self._tokenizer = engine.tokenizer
