@@ -188,16 +188,31 @@ def drafts(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def own_rate(engine: Engine, width: int, n_prompt: int, n: int) -> float:
-    """Tokens/s of `width` prompts in one step and n tokens drawn for each, by Engine.step alone."""
+    """Tokens/s of `width` prompts, in steps of the configured size, and n tokens drawn for each, by Engine.step alone."""
     sessions = [engine.new_session() for _ in range(width)]
     samplers = [engine.new_sampler(GREEDY) for _ in range(width)]
     for sampler in samplers:
         sampler.forbid(sorted(engine.tokenizer.eos_ids))
-    feed = [prompt(engine, n_prompt, 100 + s) for s in range(width)]
+    prompts = [prompt(engine, n_prompt, 100 + s) for s in range(width)]
+    tokens = [0] * width
     start = now()
-    for _ in range(n):
-        results = engine.step([Row(x, f, sampler=y) for x, f, y in zip(sessions, feed, samplers, strict=True)])
-        feed = [[r.token or 0] for r in results]
+    while any(prompts):
+        left = engine.config.prefill_chunk
+        rows: list[Row] = []
+        ended = []
+        for s, rest in enumerate(prompts):
+            if not rest or left == 0:
+                continue
+            piece, prompts[s] = rest[:left], rest[left:]
+            left -= len(piece)
+            ended.append(None if prompts[s] else s)
+            rows.append(Row(sessions[s], piece, None if prompts[s] else samplers[s]))
+        for whose, result in zip(ended, engine.step(rows), strict=True):
+            if whose is not None:
+                tokens[whose] = result.token or 0
+    for _ in range(n - 1):
+        results = engine.step([Row(x, [t], y) for x, t, y in zip(sessions, tokens, samplers, strict=True)])
+        tokens = [r.token or 0 for r in results]
     seconds = now() - start
     for session in sessions:
         session.close()
