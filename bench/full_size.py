@@ -188,7 +188,7 @@ def drafts(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def own_rate(engine: Engine, width: int, n_prompt: int, n: int) -> float:
-    """Tokens/s of `width` prompts, in steps of the configured size, and n tokens drawn for each, by Engine.step alone."""
+    """Tokens/s of `width` prompts, in steps of the configured size, and n drawn tokens each, by Engine.step alone."""
     sessions = [engine.new_session() for _ in range(width)]
     samplers = [engine.new_sampler(GREEDY) for _ in range(width)]
     for sampler in samplers:
@@ -199,7 +199,7 @@ def own_rate(engine: Engine, width: int, n_prompt: int, n: int) -> float:
     while any(prompts):
         left = engine.config.prefill_chunk
         rows: list[Row] = []
-        ended = []
+        ended: list[int | None] = []
         for s, rest in enumerate(prompts):
             if not rest or left == 0:
                 continue
