@@ -31,6 +31,7 @@ Device::Device(int index) : index_(index) {
   DS4_CUDA(cudaGetDeviceProperties(&properties, index));
   name_ = properties.name;
   multiprocessors_ = properties.multiProcessorCount;
+  block_shared_ = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
   DS4_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   for (auto& lane : lanes_) lane = std::make_unique<Lane>();
   DS4_CUDA(cudaDeviceGetDefaultMemPool(&pool_, index));

@@ -72,6 +72,7 @@ class Device {
   void synchronize() const { DS4_CUDA(cudaStreamSynchronize(stream())); }
   const std::string& name() const { return name_; }
   int multiprocessors() const { return multiprocessors_; }
+  int64_t block_shared() const { return block_shared_; }  // most bytes of shared memory of a block of threads
   // While the stream's work is recorded, no memory may come or go and no host array may be uploaded.
   bool recording() const { return recording_; }
   void set_recording(bool on) { recording_ = on; }
@@ -93,6 +94,7 @@ class Device {
   cudaMemPool_t pool_ = nullptr;
   std::string name_;
   int multiprocessors_ = 0;
+  int64_t block_shared_ = 0;
   bool recording_ = false;
 };
 

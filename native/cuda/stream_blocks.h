@@ -5,76 +5,9 @@
 
 #include "cuda/async_copies.h"
 #include "cuda/block_products.h"
+#include "cuda/leaders.h"
 
 namespace ds4::cuda {
-
-// The pairs of few rows sorted by expert, up to eight of an expert together.
-struct Leaders {
-  int count;
-  int votes[kMostPairs / 32];
-  int expert[kMostPairs];
-  int16_t members[kMostPairs][8];
-  int16_t size[kMostPairs];
-
-  __device__ __forceinline__ void find(const int32_t* experts, int pairs, int* scratch) {
-    const int p = threadIdx.x;
-    if (p < pairs) scratch[p] = experts[p];
-    __syncthreads();
-    bool leads = false;
-    if (p < kMostPairs) {
-      if (p < pairs) {
-        int before = 0;
-        for (int i = 0; i < p; ++i) before += scratch[i] == scratch[p];
-        leads = before % 8 == 0;
-      }
-      const unsigned vote = __ballot_sync(0xFFFFFFFFu, leads);
-      if (p % 32 == 0) votes[p / 32] = __popc(vote);
-      __syncwarp();
-      if (leads) {
-        int n = 0;
-        int16_t own[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) own[i] = static_cast<int16_t>(p);
-        for (int i = p; i < pairs && n < 8; ++i)
-          if (scratch[i] == scratch[p]) {
-#pragma unroll
-            for (int k = 0; k < 8; ++k)
-              if (k == n) own[k] = static_cast<int16_t>(i);
-            ++n;
-          }
-        scratch[kMostPairs + p] = n;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) members[p][k] = own[k];
-      }
-    }
-    __syncthreads();
-    // Into places without gaps; what is read here is in registers before anything is written.
-    int at = 0;
-    int16_t own[8], n = 0;
-    if (p < kMostPairs) {
-      for (int i = 0; i < p / 32; ++i) at += votes[i];
-      at += __popc(__ballot_sync(0xFFFFFFFFu, leads) & ((1u << (p % 32)) - 1u));
-      if (leads) {
-        n = static_cast<int16_t>(scratch[kMostPairs + p]);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) own[k] = members[p][k];
-      }
-    }
-    __syncthreads();
-    if (leads) {
-      expert[at] = scratch[p];
-      size[at] = n;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) members[at][k] = own[k];
-    }
-    if (p == 0) {
-      int all = 0;
-      for (const int v : votes) all += v;
-      count = all;
-    }
-    __syncthreads();
-  }
-};
 
 // The planes' parts of one unit of work of a warp in shared memory: up to kRows tile rows of one chain.
 template <DType type, int kRows>
@@ -117,7 +50,7 @@ __global__ void __launch_bounds__(kBlockThreads, NT >= 4 ? 1 : 2) stream_blocks(
   };
   __shared__ float part[2][kBlockWarps][kRows * NT * 128];
   __shared__ Grid<kCopies> grid;
-  __shared__ Leaders leaders;
+  __shared__ Leaders<8> leaders;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int chains = (p.tiles_k + kChainTiles - 1) / kChainTiles, at_once = min(chains, kBlockWarps);
   const int passes = (chains + at_once - 1) / at_once, warp_rows = kBlockWarps / at_once;

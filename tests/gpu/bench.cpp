@@ -178,6 +178,77 @@ void bench_ops(Ops& ops, std::FILE* csv) {
   }
 }
 
+// The products of a layer of DeepSeek V4 Flash at the widths of decoding, and their sum.
+void bench_decode(Ops& ops, std::FILE* csv) {
+  Random random(6);
+  LatentOps& l = *ops.latent();
+  static const std::byte nowhere[64] = {};
+  const int64_t H = 4096, E = 256, F = 2048, widths[] = {1, 2, 4, 8, 16};
+  double total[std::size(widths)] = {};
+  const auto each = [&](const std::string& name, int calls, const std::function<double(int64_t)>& bytes,
+                        const std::function<std::function<void(int)>(int64_t)>& make) {
+    for (size_t i = 0; i < std::size(widths); ++i) {
+      ops.reset_scratch();
+      const double us = time_op(ops, calls, make(widths[i]));
+      line(csv, name, widths[i], us, bytes(widths[i]));
+      total[i] += us;
+    }
+  };
+  {
+    std::vector<MatrixView> gate_up(static_cast<size_t>(2 * E), MatrixView{nowhere, F, H, DType::IQ2_XXS}),
+        down(static_cast<size_t>(E), MatrixView{nowhere, H, F, DType::Q2_K});
+    const auto g = l.load_experts(gate_up, E, WeightUse::SwiGLU), d = l.load_experts(down, E, WeightUse::Linear);
+    const double expert = 2.0 * F * static_cast<double>(row_bytes(DType::IQ2_XXS, H)) +
+                          static_cast<double>(H) * static_cast<double>(row_bytes(DType::Q2_K, F));
+    each(
+        "experts", 8,
+        [&](int64_t T) {
+          return expert * static_cast<double>(E) * (1 - std::pow(1 - 6.0 / E, static_cast<double>(T)));
+        },
+        [&](int64_t T) -> std::function<void(int)> {
+          const Tensor x = upload(ops, random.floats(T * H), T, H), y = ops.scratch(T, H);
+          std::vector<Routing> routings;
+          for (int i = 0; i < 8; ++i)
+            routings.push_back(l.route(upload(ops, random.floats(T * E, 4.0f), T, E), nullptr, nullptr, {}, 6, 1.5f));
+          return [&l, &g, &d, x, y, routings](int i) { l.moe(*g, *d, x, routings[static_cast<size_t>(i)], 10.0f, y); };
+        });
+  }
+  const auto dense = [&](const std::string& name, int64_t rows, int64_t cols, int64_t groups, bool gated) {
+    const double size = static_cast<double>(rows) * static_cast<double>(row_bytes(DType::Q8_0, cols));
+    const int copies = std::clamp(static_cast<int>(2e8 / size), 4, 48);
+    std::vector<std::unique_ptr<Weight>> w;
+    const MatrixView all{nowhere, rows, cols, DType::Q8_0}, half{nowhere, rows / 2, cols, DType::Q8_0};
+    const MatrixView halves[] = {half, half};
+    for (int i = 0; i < copies; ++i)
+      w.push_back(gated        ? ops.load(halves, WeightUse::SwiGLU)
+                  : groups > 1 ? l.load_grouped(all, groups)
+                               : ops.load({&all, 1}, WeightUse::Linear));
+    each(
+        name, copies, [&](int64_t) { return size; },
+        [&](int64_t T) -> std::function<void(int)> {
+          const Tensor x = upload(ops, random.floats(T * cols * groups), T, cols * groups);
+          const Tensor y = ops.scratch(T, gated ? rows / 2 : rows);
+          return [&ops, &l, &w, x, y, groups, gated](int i) {
+            const Weight& of = *w[static_cast<size_t>(i)];
+            if (gated)
+              l.linear_swiglu_clamped(of, x, 10.0f, y);
+            else if (groups > 1)
+              l.grouped_linear(of, x, groups, y);
+            else
+              ops.linear(of, x, nullptr, nullptr, y);
+          };
+        });
+  };
+  dense("q_a", 1024, H, 1, false);
+  dense("kv", 512, H, 1, false);
+  dense("q_b", 32768, 1024, 1, false);
+  dense("output_a", 8192, H, 8, false);
+  dense("output_b", H, 8192, 1, false);
+  dense("shared gate and up", 2 * F, H, 1, true);
+  dense("shared down", H, F, 1, false);
+  for (size_t i = 0; i < std::size(widths); ++i) line(csv, "products of a layer", widths[i], total[i], 0);
+}
+
 void bench_model(std::FILE* csv, int64_t layers) {
   const auto ops = make_cuda_ops({.device = 0, .synthetic_weights = true});
   const auto seconds = [] {

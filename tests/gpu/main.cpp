@@ -1,7 +1,7 @@
 // gpu_check: everything that can only be checked or timed on a GPU, without Python.
 //
-//   gpu_check [ops] [latent] [models] [drafts] [draws] [few] [bench] [prefill] [model] [--layers N] [--seed S]
-//             [--csv FILE]
+//   gpu_check [ops] [latent] [models] [drafts] [draws] [few] [wide] [bench] [prefill] [decode]
+//             [model] [--layers N] [--seed S] [--csv FILE]
 //
 // No part named: all of them. Exit status 1 when a check failed.
 #include <cstdlib>
@@ -65,9 +65,11 @@ int main(int argc, char** argv) {
   part("models", [&] { check_models(*ops, results, seed); });
   part("drafts", [&] { check_drafts(*ops, results, seed); });
   part("few", [&] { check_few(*ops, results, seed); });
+  part("wide", [&] { check_wide(*ops, results, seed); });
   part("draws", [&] { check_draws(*ops, results, seed); });
   part("bench", [&] { bench_ops(*make_cuda_ops({.device = 0, .synthetic_weights = true}), csv); });
   part("prefill", [&] { bench_prefill(csv, layers); });
+  part("decode", [&] { bench_decode(*make_cuda_ops({.device = 0, .synthetic_weights = true}), csv); });
   part("model", [&] { bench_model(csv, layers); });
   std::fclose(csv);
   std::printf("%d checks, %d failed\n", results.checks, results.failed);
