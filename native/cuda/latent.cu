@@ -339,38 +339,44 @@ __device__ __forceinline__ float pool_column(const float* kg, int64_t stride, co
   const int p = row.position, half = a.lanes * a.dim, first = p + 1 - a.ratio;
   const int start = a.lanes == 2 && first > 0 ? first - a.ratio : first;
   const int step_first = p - static_cast<int>(t - row.first);
-  float gates[kAtOnce], keys[kAtOnce];
-  const auto read = [&](int from, bool keys_too) {
+  // kFresh: all tokens are of this step.
+  const auto pool = [&](auto all_fresh) {
+    constexpr bool kFresh = decltype(all_fresh)::value;
+    const float* const first_token = kg + static_cast<int64_t>(row.first + start - step_first) * stride;
+    float gates[kAtOnce], keys[kAtOnce];
+    const auto read = [&](int from, bool keys_too) {
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      const int at = min(from + k, p), column = (a.lanes == 2 && at >= first ? a.dim : 0) + i;
-      const bool old = at < step_first;
-      const float* token = old ? reinterpret_cast<const float*>(ring_row(row, a.ring, at))
-                               : kg + static_cast<int64_t>(row.first + at - step_first) * stride;
-      gates[k] = token[half + column];
-      const float bias = a.bias[(at >= first ? at - first : at - start) * half + column];
-      if (!old) gates[k] = gates[k] + bias;
-      if (keys_too) keys[k] = token[column];
-    }
-  };
-  float largest = -INFINITY;
-  for (int from = start; from <= p; from += kAtOnce) {
-    read(from, false);
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) largest = fmaxf(largest, gates[k]);  // the last one again does no harm
-  }
-  float total = 0.0f, sum = 0.0f;
-  for (int from = start; from <= p; from += kAtOnce) {
-    read(from, true);
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k)
-      if (from + k <= p) {
-        const float e = expf(gates[k] - largest);
-        total = total + e;
-        sum = fmaf(e, keys[k], sum);
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int at = min(from + k, p), column = (a.lanes == 2 && at >= first ? a.dim : 0) + i;
+        const bool old = !kFresh && at < step_first;
+        const float* token = old ? reinterpret_cast<const float*>(ring_row(row, a.ring, at))
+                                 : first_token + static_cast<int64_t>(at - start) * stride;
+        gates[k] = token[half + column];
+        const float bias = a.bias[(at >= first ? at - first : at - start) * half + column];
+        if (!old) gates[k] = gates[k] + bias;
+        if (keys_too) keys[k] = token[column];
       }
-  }
-  return sum / total;
+    };
+    float largest = -INFINITY;
+    for (int from = start; from <= p; from += kAtOnce) {
+      read(from, false);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) largest = fmaxf(largest, gates[k]);  // the last one again does no harm
+    }
+    float total = 0.0f, sum = 0.0f;
+    for (int from = start; from <= p; from += kAtOnce) {
+      read(from, true);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        if (from + k <= p) {
+          const float e = expf(gates[k] - largest);
+          total = total + e;
+          sum = fmaf(e, keys[k], sum);
+        }
+    }
+    return sum / total;
+  };
+  return start >= step_first ? pool(std::true_type{}) : pool(std::false_type{});
 }
 
 // Long windows of many rows: a block of threads pools some columns of a row's window, where one closes.
