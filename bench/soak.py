@@ -219,7 +219,7 @@ def main() -> int:
     p.add_argument("--seconds", type=float, default=480.0)
     p.add_argument("--clients", type=int, default=16)
     p.add_argument("--max-tokens", type=int, default=24)
-    p.add_argument("--long", type=int, default=2000, help="characters of long prompts")
+    p.add_argument("--long", type=int, default=800, help="characters of long prompts; four times as many fit a context")
     p.add_argument("--conversations", type=int, default=64, help="that later turns go on from")
     p.add_argument("--host-growth-mib", type=float, default=64.0)
     p.add_argument("--device-growth-mib", type=float, default=64.0)
