@@ -232,6 +232,22 @@ def test_saved_sessions_continue(engine: Engine, position: int) -> None:
     assert same(feed(engine, restored, tokens[position:], 64), after(engine, tokens))
 
 
+def test_a_saved_session_goes_on_elsewhere(engines: Engines) -> None:
+    """One payload for all backends, byte for byte, in the middle of open windows."""
+    cpu, oracle = (engines.open("flash", backend, False) for backend in BACKENDS)
+    tokens = tiny("flash").prompt()[:140]
+    session, other = cpu.new_session(), oracle.new_session()
+    feed(cpu, session, tokens[:130], 64)
+    file, again = io.BytesIO(), io.BytesIO()
+    session.save(file)
+    file.seek(0)
+    other.load(file)
+    other.save(again)
+    assert again.getvalue() == file.getvalue()
+    there, here = feed(oracle, other, tokens[130:], 10), feed(cpu, session, tokens[130:], 10)
+    assert np.abs(there - here).max() < LOGIT_TOLERANCE
+
+
 def test_rewound_sessions_continue(engine: Engine) -> None:
     tokens = prompt_of(engine)
     total = len(tokens)
