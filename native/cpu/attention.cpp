@@ -91,12 +91,15 @@ void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t in
   constexpr int64_t kPages = kSegment / kPageRows;
   const uint16_t *keys[2 * kPages] = {}, *values[kPages] = {};
   const int64_t last_page = (b.position + b.rows - 1) / kPageRows;
-  for (int64_t p = 0; p < 2 * kPages && base / kPageRows + p <= last_page; ++p) {
-    keys[p] = b.state->head_page(s.kv.k, base / kPageRows + p, head);
-    if (p < kPages) values[p] = b.state->head_page(s.kv.v, base / kPageRows + p, head);
+  for (int64_t p = 0; p < 2 * kPages; ++p) {
+    const int64_t page = base / kPageRows + p;
+    if (page <= last_page) {
+      keys[p] = b.state->head_page(s.kv.k, page, head);
+      if (p < kPages) values[p] = b.state->head_page(s.kv.v, page, head);
+    } else if (next && p >= kPages) {
+      keys[p] = next->state->head_page(s.kv.k, page - last_page - 1, next_head);
+    }
   }
-  if (next && index + 1 == b.segments)
-    for (int64_t p = 0; p < kPages; ++p) keys[kPages + p] = next->state->head_page(s.kv.k, p, next_head);
   AttentionArgs a;
   a.q = q + skip * s.group * s.dim;
   a.n = n;

@@ -50,7 +50,7 @@ class Attention {
     return {at + vectors * (16 + s.padded), at, at + vectors * 16};
   }
   const float* queries(const Shape& s, const Block& b, int64_t head) const;
-  // `next`: whose keys of `next_head` are read after the block's last segment; null where nobody's are.
+  // `next`: whose keys of `next_head` are read after the block's last ones; null where nobody's are.
   void segment(const Shape& s, const Block& b, int64_t head, int64_t index, const float* q, Partial to,
                const Block* next = nullptr, int64_t next_head = 0) const;
   void fold(const Shape& s, const Block& b, int64_t index, Partial into, Partial from) const;

@@ -468,6 +468,8 @@ void weigh_all(const AttentionArgs& a, const E* values, const uint16_t* ahead, i
     float* acc = a.acc + v * a.padded;
     const float* p = a.work + v * kSegment + base;
     weigh_row<N>(p, 0, visible[0], values, a.padded, ahead, acc);
+    if (ahead)
+      for (int64_t key = visible[0]; key < kPageRows; ++key) prefetch_row(ahead + key * a.padded, a.padded);
     for (int i = 1; i < N; ++i)
       if (visible[i] > visible[0])
         weigh_row<1>(p + i * kSegment, visible[0], visible[i], values, a.padded, nullptr, acc + i * a.padded);
