@@ -139,7 +139,7 @@ def prefill(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
     table = [
         (f"prefill of {n}", report.median([r["tokens_per_s"] for r in rows if r["tokens"] == n])) for n in args.prompts
     ]
-    print(report.table((f"tokens/s, chunks of {args.chunk}", "median"), table))
+    print(report.table((f"tokens/s, chunks of {engine.config.prefill_chunk}", "median"), table))
     return rows
 
 
@@ -270,7 +270,7 @@ def main() -> int:
     p.add_argument("--cuda", action="store_true", help="on the GPU; default: the CPU")
     p.add_argument("--ctx", type=int, default=8192)
     p.add_argument("--slots", type=int, default=16)
-    p.add_argument("--chunk", type=int, default=512, help="prompt tokens of a step (default: %(default)s)")
+    p.add_argument("--chunk", type=int, default=0, help="most prompt tokens of a step; 0: what the backend takes")
     p.add_argument("--depths", type=int, nargs="+", default=[512])
     p.add_argument("--prompts", type=int, nargs="+", default=[512, 2048])
     p.add_argument("--steps", type=int, default=20)
