@@ -96,10 +96,38 @@ class Generation:
     """The running state of one job in one slot. Only the engine thread touches it."""
 
     __slots__ = (
-        "_constrained", "_created", "_eos", "_evaluated", "_first_token", "_greedy", "_last_token", "_matcher",
-        "_over", "_parser", "_reasoning_tokens", "_stop", "_token_bytes", "_tokenizer", "accepted", "assigned", "begun",
-        "cold", "completion_tokens", "draft_seconds", "drafted", "frontiers", "job", "last_token_time", "next_token",
-        "places", "position", "restoring", "reuse", "sampler", "slot",
+        "_constrained",
+        "_created",
+        "_ended",
+        "_eos",
+        "_evaluated",
+        "_first_token",
+        "_greedy",
+        "_last_token",
+        "_matcher",
+        "_over",
+        "_parser",
+        "_reasoning_tokens",
+        "_stop",
+        "_token_bytes",
+        "_tokenizer",
+        "accepted",
+        "assigned",
+        "begun",
+        "cold",
+        "completion_tokens",
+        "draft_seconds",
+        "drafted",
+        "frontiers",
+        "job",
+        "last_token_time",
+        "next_token",
+        "places",
+        "position",
+        "restoring",
+        "reuse",
+        "sampler",
+        "slot",
     )  # fmt: skip
 
     def __init__(self, job: Job, slot: Slot, reuse: Reuse, engine: EngineLike, now: float) -> None:
@@ -155,6 +183,8 @@ class Generation:
         self._first_token = 0.0
         self._reasoning_tokens = 0
         self._last_token = -1
+        self._ended = False
+        """Decoding came to an end; it was not cancelled."""
         self._over = False
         """Decoding came to an end, and not inside reasoning."""
         self._stop: bytes | None = None
@@ -210,7 +240,7 @@ class Generation:
             drawn=tuple(self.slot.session.tokens[prompt:].tolist()),
             last=self._last_token,
             missing=self.completion_tokens - (live - prompt),
-            result=self._parser.result,
+            result=self._parser.result if self._ended else None,
             over=self._over,
             shown=isinstance(end, Finish) and self._reasoning_tokens > 0 and self._stop is None,
             left_out=self.reuse.left_out or (entry is not None and bool(entry.flags & THINKING_VISIBLE)),
@@ -360,6 +390,7 @@ class Generation:
             held = self._matcher.finish()
             if held:
                 self._emit(parser.feed(held), events)
+        self._ended = True
         self._over = not parser.reasoning_open
         self._emit(parser.finish(cause), events)
         result = parser.result

@@ -33,9 +33,9 @@ class Names:
 class Naming:
     """A session of `live` tokens: the prompt with cache key `key`, and `drawn`.
 
-    `last` is the token drawn last, of which the session lacks it when `missing` is 1. `result` is what the output was
-    parsed to; `over`: it came to an end, and not inside reasoning. `shown`: the end is one that a client goes on from,
-    and there was `reasoning`. `left_out`: the client sends its conversation without the reasoning.
+    `last` is the token drawn last, which the session lacks when `missing` is 1. `result` is what the output was parsed
+    to, None: the client left before its end; `over`: it came to an end, and not inside reasoning. `shown`: the end is
+    one that a client goes on from, and there was reasoning. `left_out`: the client sends its conversation without it.
     """
 
     request: GenerationRequest
@@ -45,7 +45,7 @@ class Naming:
     drawn: tuple[int, ...]
     last: int
     missing: int
-    result: _dsml.Result
+    result: _dsml.Result | None
     over: bool
     shown: bool
     left_out: bool
@@ -53,31 +53,34 @@ class Naming:
     @property
     def size(self) -> int:
         """Bytes of text that may have to be rendered."""
+        if self.result is None:
+            return 0
         return len(self.key) if self.shown or self.result.calls else 0
 
     def names(self) -> Names:
         return Names(self._text(), self._visible())
 
     def _text(self) -> LiveText | None:
-        if self.over and self.result.calls and not self._stands_as_drawn():
-            sent = self._as_sent(self.result.reasoning)
+        result = self.result
+        if result is not None and self.over and result.calls and not self._stands_as_drawn(result):
+            sent = self._as_sent(result, result.reasoning)
             return None if sent is None else LiveText(sent, self.live)
         drawn = key_of_tokens(self.tokenizer, self.drawn)
         return None if drawn is None else LiveText(self.key, self.live, drawn)
 
-    def _stands_as_drawn(self) -> bool:
+    def _stands_as_drawn(self, result: _dsml.Result) -> bool:
         """Do content and calls, put together again, spell what was drawn? White space before calls is no content."""
         drawn = self.tokenizer.decode(self.drawn)
         if self.missing > 0:
             drawn += self.tokenizer.token_bytes(self.last)
-        return drawn.endswith(self.result.content.encode("utf-8", "replace") + (self.result.raw or b""))
+        return drawn.endswith(result.content.encode("utf-8", "replace") + (result.raw or b""))
 
-    def _as_sent(self, reasoning: str) -> bytes | None:
+    def _as_sent(self, result: _dsml.Result, reasoning: str) -> bytes | None:
         """The key of the state as a client sends the turn back: without its last token where the state lacks it."""
         if self.request.visible is None:
             return None
-        calls = tuple(ToolCall("", call.name, call.arguments, self.result.raw) for call in self.result.calls)
-        key = self.request.visible(Message("assistant", self.result.content, reasoning, calls))
+        calls = tuple(ToolCall("", call.name, call.arguments, result.raw) for call in result.calls)
+        key = self.request.visible(Message("assistant", result.content, reasoning, calls))
         if key is None or self.missing not in (0, 1):
             return None
         last = self.tokenizer.token_bytes(self.last) if self.missing else b""
@@ -91,11 +94,11 @@ class Naming:
         or the length limit the state is not what the client goes on with.
         """
         request, result = self.request, self.result
-        if not self.shown or request.visible is None or not self.over:
+        if result is None or not self.shown or request.visible is None or not self.over:
             return None
         if result.finish not in ("stop", "tool_calls") or result.void_calls:
             return None
         kind = "responses-visible" if request.dialect == "responses" else "thinking-visible"
-        key = self._as_sent("")
+        key = self._as_sent(result, "")
         sent = kind == "thinking-visible" and request.tools and not self.left_out
         return None if not key else Visible(key, self.live, kind, sent)

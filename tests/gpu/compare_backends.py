@@ -159,6 +159,20 @@ def main() -> int:
     other.fork_from(alone)
     cuda.step([Row(other, [5], None, want_logits=True), Row(alone, [5], None, want_logits=True)])
     check("a fork goes on alike, bit for bit", bool((alone.logits() == other.logits()).all()))
+    copy = cuda.new_session()
+    start = time.perf_counter()
+    copy.fork_from(alone)
+    taken = time.perf_counter() - start
+    cuda.step([Row(alone, [7], None, want_logits=True)])
+    before = alone.logits()
+    cuda.step([Row(alone, (prompt * 2)[:400])])
+    alone.fork_from(copy)
+    cuda.step([Row(alone, [7], None, want_logits=True)])
+    check(
+        "400 tokens later a session goes back to its copy, bit for bit",
+        bool((alone.logits() == before).all()),
+        f"taken in {1e3 * taken:.3f} ms, {cuda.plan.snapshots} snapshots of {cuda.plan.snapshot_bytes} bytes planned",
+    )
     try:
         Engine.open(EngineConfig(backend="cuda", model=args.model, ctx=4 << 20, slots=1 << 20))
         check("a plan that does not fit is refused", False)

@@ -16,12 +16,15 @@ import pytest
 
 from ds4.prompt.chatml import ChatMLRenderer
 from ds4.prompt.types import Conversation, Message
+from ds4.server.http import Limits
 from ds4.server.kvpolicy import KvConfig
 from ds4.testing import ScriptedEngine
 from ds4.testing.tokenizer import ScriptedTokenizer
 from tests.support.running_server import RunningServer, Serve
 
 N_CLIENTS = 16
+PATIENT = Limits(head_timeout=300.0, read_timeout=300.0, request_timeout=600.0, stall_timeout=300.0)
+"""A machine that others use may stand still for longer than a client has to send its request."""
 
 
 def answer(prompt: str) -> str:
@@ -124,7 +127,8 @@ def run(
     turns = 0
     tokenizer = ScriptedTokenizer()
     for _ in range(lives):
-        server = serve(ScriptedEngine(answer, ctx=16384, tokenizer=tokenizer, **sessions), slots=4, kv=kv)
+        engine = ScriptedEngine(answer, ctx=16384, tokenizer=tokenizer, **sessions)
+        server = serve(engine, slots=4, kv=kv, limits=PATIENT)
         turns += serve_clients(server, clients, rounds=rounds, seconds=seconds / lives)
         server.stop()
         assert sum(path.stat().st_size for path in directory.glob("*.kv")) <= kv.budget_bytes

@@ -72,12 +72,15 @@ class Talk:
         self.preparer = Preparer(self.engine, 1000)
         self.slot = self.driver.scheduler.slots[0]
 
-    def ask(self, text: str) -> Job:
+    def submit(self, text: str) -> Job:
         conversation = Conversation((Message("user", text),))
         prompt = asyncio.run(self.preparer.prompt(conversation))
         sampling = SamplingParams(temperature=0)
         request = self.preparer.request("id", "chat", "m", prompt, conversation, sampling, Limits(), param=None)
-        job = self.driver.scheduler.submit(request)
+        return self.driver.scheduler.submit(request)
+
+    def ask(self, text: str) -> Job:
+        job = self.submit(text)
         self.driver.run()
         return job
 
@@ -118,3 +121,18 @@ def test_names_that_fail_are_none(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     talk.driver.step()
     assert talk.slot.naming is None and talk.slot.visible is None
     assert "the live text is not known: no such thing" in caplog.text
+
+
+@pytest.mark.parametrize("text", [LONG, SHORT], ids=["long", "short"])
+def test_what_was_cut_off_is_known_by_its_text(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The client has left in the middle: what is there serves the next one."""
+    talk = Talk()
+    job = talk.submit(text)
+    while talk.slot.generation is None or talk.slot.generation.completion_tokens < 5:
+        talk.driver.step()
+    talk.driver.scheduler.cancel(job)
+    talk.driver.run()
+    assert not caplog.text and talk.slot.naming is None and job.naming is None
+    assert talk.slot.text is not None and talk.slot.visible is None
+    assert talk.slot.text.tokens == talk.slot.session.n_tokens > len(job.prompt)
+    assert talk.slot.text.whole == job.query.key + b"Let me think"[: talk.slot.session.n_tokens - len(job.prompt)]
