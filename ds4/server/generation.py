@@ -145,8 +145,8 @@ class Generation:
         """Where this prompt is to be stored before anything is generated; 0: nowhere."""
         self.frontiers: list[int] = []
         """Where chunks of the prompt have to end, nearest last."""
-        self.places: frozenset[int] = frozenset()
-        """Those of them where a snapshot is taken."""
+        self.places: dict[int, bool] = {}
+        """Those of them where a snapshot is taken, and whether a turn begins there."""
         self.next_token: int | None = None
         """The token drawn last, to be evaluated in the next step; None during prefill."""
         self.completion_tokens = 0

@@ -6,7 +6,8 @@ keeps forks of it, which share all whole pages with it, from where a client may 
 
     before the new part of a prompt   another last turn may follow what was kept
     inside a long new prompt          before its first and its last user turn: other conversations have what leads to
-                                      the one in common, another last turn may follow the other
+                                      the one in common, another last turn may follow the other; and where its last
+                                      whole chunk ends, for a turn that is long itself and has another end
     behind a prompt                   it may be asked again
 
 All snapshots of a slot are beginnings of its session: what the session loses, they lose. So they never hold anything
@@ -155,17 +156,20 @@ class Snapshots:
         total, kept = len(prompt), reuse.tokens
         if self._markers is None or total - kept < SPLIT_FROM or reuse.text_bytes is not None or reuse.rest is not None:
             return
-        wanted = {last_turn(prompt, key, self._markers, self._specials)}
+        chunk = self._engine.config.prefill_chunk
+        wanted = {(total - REACH) // chunk * chunk: False}
+        wanted[last_turn(prompt, key, self._markers, self._specials)] = True
         if kept == 0:
-            wanted.add(anchor(prompt, key, self._markers, self._specials))
+            wanted[anchor(prompt, key, self._markers, self._specials)] = True
         least = max(LEAST, kept + REACH)
-        generation.places = frozenset(place for place in wanted if least <= place < total - REACH)
+        generation.places = {place: turn for place, turn in wanted.items() if least <= place < total - REACH}
         generation.stop_at(generation.places)
 
     def reached(self, generation: Generation) -> None:
         """A chunk or a token was evaluated."""
-        if generation.slot.session.n_tokens in generation.places:
-            self.take(generation.slot)
+        turn = generation.places.get(generation.slot.session.n_tokens)
+        if turn is not None:
+            self.take(generation.slot, turn=turn)
 
     def take(self, slot: Slot, names: tuple[LiveText, ...] = (), *, turn: bool = True) -> None:
         """Keeps the session as it is now; `turn`: a turn is about to begin."""

@@ -56,13 +56,14 @@ class Server:
     """A server over one directory that can be stopped and started again with the same flags."""
 
     def __init__(self, directory: Path, script: Callable[[str], Any], slots: int, **fields: Any) -> None:
-        self._script, self._slots, self._rewinds = script, slots, fields.pop("rewinds", True)
+        self._script, self._slots = script, slots
+        self._sessions = {name: fields.pop(name) for name in ("rewinds", "slack", "snapshots") if name in fields}
         self.directory = directory
         self._kv = KvConfig(directory, **{"min_tokens": 64, "boundary_align": 0, **fields})
         self.start()
 
     def start(self) -> None:
-        self.engine = ScriptedEngine(self._script, slots=self._slots, rewinds=self._rewinds)
+        self.engine = ScriptedEngine(self._script, slots=self._slots, **self._sessions)
         # Tokens of their own, as a model that was trained on them draws them.
         self.engine.tokenizer.encode_segments([Special("<tool_call>"), Special("</tool_call>")])
         config = EngineConfig(ctx=self.engine.config.ctx, slots=self._slots)
@@ -192,9 +193,12 @@ def test_the_second_conversation_is_found_after_a_shutdown(server: Callable[...,
     assert message["content"] == expected[1]
 
 
-def test_a_prompt_that_is_asked_again_or_with_another_end(server: Callable[..., Server]) -> None:
-    """KV-05: the live state is cut; nothing of the prompt but its end is evaluated again."""
-    one = server(all_it_holds)
+@pytest.mark.parametrize("rings", [False, True])
+def test_a_prompt_that_is_asked_again_or_with_another_end(server: Callable[..., Server], rings: bool) -> None:
+    """KV-05: the live state is cut; nothing of the prompt but its end is evaluated again. Where the state cannot be
+    cut that far, not more than a chunk is."""
+    sessions = {"rewinds": False, "slack": 32, "snapshots": 4} if rings else {}
+    one = server(all_it_holds, **sessions)
     prompt = talk("green", 4000)
     said, size, _ = one.ask(prompt)
     again, _, cached = one.ask(prompt)
@@ -202,7 +206,8 @@ def test_a_prompt_that_is_asked_again_or_with_another_end(server: Callable[..., 
     assert again["content"] == said["content"]
     other = [prompt[0], {"role": "user", "content": prompt[1]["content"][:-200] + "y" * 200}]
     third, _, cached = one.ask(other)
-    assert cached >= size - 200 - 64
+    assert cached >= size - 200 - 64 - (one.engine.config.prefill_chunk if rings else 0)
+    assert one.running.app._service.metrics.reuse == {"none": 1, "memory-rewind": 2}
     fresh = server(all_it_holds, cold_max=0, min_tokens=30000)
     assert third["content"] == fresh.ask(other)[0]["content"]
 
