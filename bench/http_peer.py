@@ -32,7 +32,7 @@ from bench.neighbour import neighbour
 from ds4.engine.demo import demo_model_path
 
 WIDTH, NEW_TOKENS, WORDS, CONTEXT = 16, 96, 24, 1024
-WARMUP_TOKENS = 8
+WARMUP_TOKENS = 48
 FIGURES = (
     ("tokens/s", ("output_tokens_per_s",)),
     ("TTFT p50, ms", ("ttft_ms", "p50")),

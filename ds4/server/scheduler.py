@@ -661,11 +661,13 @@ class Scheduler:
         if plan.rows and not plan.prefill_tokens:
             seconds = now - plan.started
             self._decode_seconds = (3 * self._decode_seconds + seconds) / 4 if self._decode_seconds else seconds
-        # A short prompt says more than nothing.
-        enough = 16 if self._prefill_rate is None else 64
-        if plan.prefill_tokens >= enough and plan.work[0].end is not None:
-            rate = (now - plan.started) / plan.prefill_tokens
-            self._prefill_rate = rate if self._prefill_rate is None else (self._prefill_rate + rate) / 2
+        if plan.prefill_tokens >= 16 and plan.work[0].end is not None:
+            rate, known = (now - plan.started) / plan.prefill_tokens, self._prefill_rate
+            if plan.prefill_tokens < 64:
+                # It has a step's fixed cost in it: no prefill is slower than that.
+                self._prefill_rate = rate if known is None else min(known, rate)
+            else:
+                self._prefill_rate = rate if known is None else (known + rate) / 2
 
     # ---- ends
 

@@ -376,6 +376,22 @@ def test_prompts_that_keep_coming_hold_no_stream_up_for_long() -> None:
     assert 0.2 < driver.clock.now - start <= 0.4
 
 
+def test_a_slow_first_prompt_is_not_believed_for_ever() -> None:
+    clock = Clock()
+    engine = ScriptedEngine("ok", prefill_token_seconds=0.01, sleep=clock.sleep)
+    driver = Driver(engine, clock=clock)
+    driver.ask(tokens(20, 0))
+    assert driver.scheduler._prefill_rate == pytest.approx(0.01)
+    engine._prefill_token_seconds = 0.001
+    driver.ask(tokens(20, 1))
+    assert driver.scheduler._prefill_rate == pytest.approx(0.001)
+    engine._prefill_token_seconds = 0.01
+    driver.ask(tokens(20, 2))
+    assert driver.scheduler._prefill_rate == pytest.approx(0.001), "short prompts show no more than how fast it can be"
+    driver.ask(tokens(64, 3))
+    assert driver.scheduler._prefill_rate == pytest.approx(0.0055)
+
+
 def test_prefills_take_turns() -> None:
     driver = Driver(ScriptedEngine(ENDLESS), slots=4)
     for base in range(3):
