@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds4._json import JSONError, Node, dumps, parse
-from ds4.bounded import once_per_object, remembered
-from ds4.prompt.draft import CALLS_COST, TOOLS_COST, TURNS_COST, declared_size, marked, sampled_block, size_of
+from ds4.bounded import once_per_object
+from ds4.prompt.draft import TOOLS_COST, TURNS_COST, declared_size, marked, sampled_block, size_of
 from ds4.prompt.escaping import escape
 from ds4.prompt.history import replayed
 from ds4.prompt.types import Message, Segment, Special, Tool, ToolCall
@@ -96,7 +96,7 @@ class Dsml:
             return list(sampled_block(raw, _PAYLOAD, _TAGS))
         block = [*self._own(f"\n\n<｜DSML｜{self.calls}>\n")]
         for call in calls:
-            block += _call(self, call.name, call.arguments)
+            block += self.call(call.name, call.arguments)
         return [*block, *self._own(f"</｜DSML｜{self.calls}>")]
 
     def _own(self, text: str) -> tuple[Segment, ...]:
@@ -104,15 +104,15 @@ class Dsml:
 
     def call(self, name: str, arguments: str) -> list[Segment]:
         """One call of a block."""
-        call = [*self._own(f"<｜DSML｜{self.invoke} name="), f'"{_attribute(name)}">\n']
+        begin, before, behind, end = _tags_of_a_call(self)
+        call = [*begin, f'"{_attribute(name)}">\n']
         parameters = self._parameters(arguments)
-        before, behind = self._own(f"<｜DSML｜{self.parameter} name="), self._own(f"</｜DSML｜{self.parameter}>\n")
         for parameter, value, is_string in parameters:
             string = "true" if is_string else "false"
             call += (*before, f'"{_attribute(parameter)}" string="{string}">', value, *behind)
         if self.official == "V4.1" and not parameters:
             call.append("\n")
-        return [*call, *self._own(f"</｜DSML｜{self.invoke}>\n")]
+        return [*call, *end]
 
     def _parameters(self, arguments: str) -> list[tuple[str, str, bool]]:
         """(name, text, is a string) of each parameter, in the order of the arguments.
@@ -150,6 +150,13 @@ def _declaration(tools: tuple[Tool, ...], dsml: Dsml) -> tuple[Segment, ...]:
     return *marked(head, _TAGS), "\n".join(lines), _AFTER_SCHEMAS
 
 
+@once_per_object(1 << 16, lambda dsml: 1)
+def _tags_of_a_call(dsml: Dsml) -> tuple[tuple[Segment, ...], ...]:
+    """What begins a call and a parameter, up to the name, and what ends a parameter and a call."""
+    tags = (f"<｜DSML｜{dsml.invoke} name=", f"<｜DSML｜{dsml.parameter} name=")
+    return tuple(marked(tag, _TAGS) for tag in (*tags, f"</｜DSML｜{dsml.parameter}>\n", f"</｜DSML｜{dsml.invoke}>\n"))
+
+
 @once_per_object(TURNS_COST, size_of)
 def _body(message: Message, dsml: Dsml) -> tuple[Segment, ...]:
     if message.role == "tool":
@@ -157,11 +164,6 @@ def _body(message: Message, dsml: Dsml) -> tuple[Segment, ...]:
     if message.role == "assistant":
         return message.content, *dsml.block(message.calls), EOS
     return (message.content,)
-
-
-@remembered(CALLS_COST, lambda dsml, name, arguments: 4 * len(arguments) + 512)
-def _call(dsml: Dsml, name: str, arguments: str) -> tuple[Segment, ...]:
-    return tuple(dsml.call(name, arguments))
 
 
 def _official_schema(schema: str) -> str:

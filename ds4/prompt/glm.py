@@ -15,10 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ds4.bounded import once_per_object, remembered
+from ds4.bounded import once_per_object
 from ds4.prompt.arguments import argument_members
 from ds4.prompt.draft import (
-    CALLS_COST,
     TOOLS_COST,
     TURNS_COST,
     WHITE_SPACE,
@@ -169,7 +168,6 @@ def calls_block(calls: Sequence[ToolCall], tools: tuple[Tool, ...]) -> list[Segm
     return block
 
 
-@remembered(CALLS_COST, lambda name, arguments, schema: 4 * len(arguments) + 512)
 def _call(name: str, arguments: str, schema: str | None) -> tuple[Segment, ...]:
     call: list[Segment] = [*marked("<tool_call>", _TAGS), name.replace("<", "&lt;")]
     for key, value in argument_members(arguments, schema, _VALUE_END):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ds4.bounded import once_per_object, remembered
+from ds4.bounded import once_per_object
 from ds4.prompt.arguments import argument_members
-from ds4.prompt.draft import CALLS_COST, TOOLS_COST, TURNS_COST, declared_size, marked, sampled_block, size_of
+from ds4.prompt.draft import TOOLS_COST, TURNS_COST, declared_size, marked, sampled_block, size_of
 from ds4.prompt.escaping import escape
 from ds4.prompt.history import replayed
 from ds4.prompt.schemas import offered_schemas, schemas_by_name
@@ -84,7 +84,6 @@ def calls_block(calls: Sequence[ToolCall], tools: tuple[Tool, ...], *, after_tex
     return block
 
 
-@remembered(CALLS_COST, lambda name, arguments, schema: 4 * len(arguments) + 512)
 def _call(name: str, arguments: str, schema: str | None) -> tuple[Segment, ...]:
     """One call inside its tag, with the tag's end."""
     members = argument_members(arguments, schema, _PARAMETER_END)
