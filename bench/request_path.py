@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A tool-heavy chat request of 1 MB on its way from the socket to the engine's queue.
 
-    python -m bench.request_path [--rounds 15] [--syntax deepseek4] [--model FILE] [--json FILE]
+    python -m bench.request_path [--rounds 15] [--syntax chatml] [--model FILE] [--json FILE]
 
 A client in a process of its own sends the request of `bench.corpus` over loopback to the real server; in place of the
 engine stands one that refuses the finished job, so that only the way to it is measured. Times run from the read that
@@ -159,7 +159,7 @@ async def run(args: argparse.Namespace) -> dict[str, dict[str, list[tuple[float,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--syntax", default="deepseek4", help="prompt syntax (default: deepseek4)")
+    parser.add_argument("--syntax", default="chatml", help="prompt syntax; the model must have its special tokens")
     parser.add_argument("--model", type=Path, help="model file with the vocabulary (default: the demo model)")
     parser.add_argument("--json", type=Path, help="write all laps there")
     args = parser.parse_args()

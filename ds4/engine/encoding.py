@@ -6,8 +6,9 @@
 
 Two memories, both by content. A run of texts is encoded once. And of each prompt its segments are kept with the ids
 and key bytes at every mark: the next prompt of the same conversation begins with the same segments up to one of the
-last marks, and only what follows is looked at. Strings that are the same object compare at once and hash once, so
-whoever keeps texts between requests (`ds4.server.api.texts`) makes both cheap.
+last marks, and only what follows is looked at; its ids are written behind those of the other where nobody else went on
+there. Strings that are the same object compare at once and hash once, so whoever keeps messages and what was drawn of
+them between requests makes both cheap.
 """
 
 from __future__ import annotations
