@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A tool-heavy chat request of 1 MB on its way from the socket to the engine's queue.
 
-    python -m bench.request_path [--rounds 15] [--syntax chatml] [--model FILE] [--json FILE]
+    python -m bench.request_path [--rounds 15] [--size medium] [--model FILE] [--syntax NAME] [--json FILE]
 
 A client in a process of its own sends the request of `bench.corpus` over loopback to the real server; in place of the
 engine stands one that refuses the finished job, so that only the way to it is measured. Times run from the read that
@@ -84,9 +84,9 @@ def measured(app: App, stopwatch: Stopwatch) -> None:
     app._scheduler.submit = refuse  # type: ignore[assignment,method-assign]
 
 
-def requests(rounds: int) -> list[tuple[str, bytes]]:
+def requests(rounds: int, size: str) -> list[tuple[str, bytes]]:
     """Conversations that nobody saw before, each followed by `_TURNS` requests that have grown by one turn."""
-    whole = json.loads(corpus.body("medium"))
+    whole = json.loads(corpus.body(size))
     out = []
     for i in range(rounds):
         messages = [{**m, "content": f"{i} {m['content']}"} if m.get("content") else m for m in whole["messages"]]
@@ -118,12 +118,17 @@ for _ in range(count):
         if not data:
             sys.exit("the server hung up: " + answer.decode())
         answer += data
+        if len(answer) >= 12 and answer[9:12] != b"503":
+            sys.exit("the server answered " + answer.decode(errors="replace"))
     print(flush=True)
 """
 
 
 async def run(args: argparse.Namespace) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    tokenizer = open_model_file(args.model or demo_model_path()).tokenizer()
+    file = open_model_file(args.model or demo_model_path())
+    tokenizer = file.tokenizer()
+    # Another syntax works where the vocabulary has the tokens of its roles.
+    args.syntax = args.syntax or file.syntax
     engine = ScriptedEngine(slots=1, ctx=CONTEXT, syntax=args.syntax, tokenizer=tokenizer)
     app = App(engine, ServerConfig(engine=EngineConfig(ctx=CONTEXT, slots=1), port=0))
     await app.start()
@@ -138,7 +143,7 @@ async def run(args: argparse.Namespace) -> dict[str, dict[str, list[tuple[float,
 
     Connection.on_message_begin = on_message_begin  # type: ignore[method-assign]
     found: dict[str, dict[str, list[tuple[float, float]]]] = {"new": {}, "grown": {}}
-    sent = requests(args.rounds + 1)
+    sent = requests(args.rounds + 1, args.size)
     client = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CLIENT, str(app.port), str(len(sent)), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -159,7 +164,8 @@ async def run(args: argparse.Namespace) -> dict[str, dict[str, list[tuple[float,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--syntax", default="chatml", help="prompt syntax; the model must have its special tokens")
+    parser.add_argument("--size", choices=corpus.RESULT_CHARS, default="medium", help="of the request (default: 1 MB)")
+    parser.add_argument("--syntax", help="prompt syntax (default: the model's)")
     parser.add_argument("--model", type=Path, help="model file with the vocabulary (default: the demo model)")
     parser.add_argument("--json", type=Path, help="write all laps there")
     args = parser.parse_args()

@@ -150,6 +150,13 @@ SERVER_FLAGS = (
     ),
     Flag(("--chdir",), "chdir", "change to this directory before anything else", "DIR", path),
     Flag(("--log-format",), "log_format", "text or json", "NAME", choice("text", "json"), "text"),
+    Flag(
+        ("--trace",),
+        "trace",
+        "write all requests, prompts and outputs to this file, which is emptied",
+        "FILE",
+        path,
+    ),
     Flag(("--host",), "host", "address to listen on; 0.0.0.0 for the network", "HOST", nonempty, "127.0.0.1", "api"),
     Flag(("--port",), "port", "port to listen on; 0 takes a free one", "N", integer(0, 65535), 8000, "api"),
     Flag(("--api-key",), "api_keys", "accept only requests with this key", "KEY", nonempty, (), "api", repeat=True),
@@ -290,6 +297,10 @@ async def _serve(config: ServerConfig) -> None:
     from ds4.server.bind import check_address
 
     check_address(config.host, config.port)
+    if config.trace is not None:
+        from ds4.server.trace import check_file
+
+        check_file(config.trace)
     with work_bar("loading weights") as bar:
         from ds4.engine.engine import Engine
 

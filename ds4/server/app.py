@@ -28,6 +28,7 @@ from ds4.server.metrics import Metrics
 from ds4.server.routes import Router
 from ds4.server.scheduler import Scheduler, SchedulerConfig
 from ds4.server.tool_memory import ToolMemory
+from ds4.server.trace import Tracer
 
 log = logging.getLogger("ds4.server")
 
@@ -61,6 +62,7 @@ class App:
         """Starts the engine thread and listens. Raises BindError, ConfigError."""
         config = self.config
         tool_memory = ToolMemory(max_ids=config.tool_memory_ids, enabled=config.exact_tool_replay)
+        self._tracer = None if config.trace is None else Tracer(config.trace, self.engine.tokenizer)
         self._store = self._open_store(tool_memory)
         markers = self._markers()
         bridge = Bridge(asyncio.get_running_loop())
@@ -84,7 +86,14 @@ class App:
         )
         bridge.connect(self._scheduler)
         self._service = Service(
-            self.engine, config, self._scheduler, bridge, metrics, tool_memory=tool_memory, store=self._store
+            self.engine,
+            config,
+            self._scheduler,
+            bridge,
+            metrics,
+            tool_memory=tool_memory,
+            store=self._store,
+            tracer=self._tracer,
         )
         router = Router(self._service)
         self._http = HttpServer(
@@ -101,6 +110,8 @@ class App:
         except OSError as error:
             if self._store is not None:
                 self._store.close()
+            if self._tracer is not None:
+                self._tracer.close()
             raise BindError(f"cannot listen on {config.host}:{config.port}: {reason(error)}") from None
         self._thread = EngineThread(self.engine, self._scheduler)
         self._thread.start()
@@ -136,6 +147,8 @@ class App:
         patience = 10.0 if self._store is None else None
         if not await asyncio.to_thread(self._thread.join, patience):
             log.error("the engine thread did not stop")
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     def request_stop(self) -> None:
         """Begins the shutdown. Belongs to the event loop's thread."""
@@ -185,6 +198,8 @@ class App:
             lines.append(f"warning: the model was trained on {info.ctx_train} tokens; beyond them it talks nonsense")
         if not config.loopback and not config.api_keys:
             lines.append(f"warning: anyone who can reach {config.host} can use this server; --api-key asks for a key")
+        if self._tracer is not None:
+            lines.append(self._tracer.describe())
         lines.append(f"listening on {self.url}")
         lines.append(f"try: {self.curl()}")
         return lines

@@ -17,6 +17,7 @@ from ds4.server.types import Event, Failed, Finish, GenerationRequest, Started
 if TYPE_CHECKING:
     from ds4.server.generation import Job
     from ds4.server.scheduler import Scheduler
+    from ds4.server.trace import Record
 
 
 Listener = Callable[[Sequence[Event]], None]
@@ -29,6 +30,8 @@ class Pending:
         self.request = request
         self.ended = False
         """Nothing will come any more."""
+        self.record: Record | None = None
+        """Where all its events are written to."""
         self._started: Started | None = None
         self._events: list[Event] = []
         self._listener: Listener | None = None
@@ -54,6 +57,8 @@ class Pending:
         """Takes what a step produced. The end is logged here, where it is seen even when the client is gone."""
         if isinstance(events[0], Started):
             self._started = events[0]
+        if self.record is not None:
+            self.record.take(events)
         last = events[-1]
         if isinstance(last, Finish | Failed):
             log_generation(self.request, self._started, last)

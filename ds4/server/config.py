@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from ds4.engine.types import EngineConfig, SamplingParams
@@ -17,7 +18,8 @@ class ServerConfig:
     `sampling` holds the values of fields that a request leaves out; `max_output_tokens` likewise, and both are bounded
     by the context. `alias` is the model id shown to clients instead of the model's own. `draft_timing`: the log tells
     for each generation what guessing took and gained. `keepalive_seconds` is the longest silence of a stream that
-    waits; `drain_seconds` what running requests get at shutdown. `kv` None: no checkpoints on disk.
+    waits; `drain_seconds` what running requests get at shutdown. `kv` None: no checkpoints on disk. `trace` is the file
+    that everything about each generation is written to.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -40,6 +42,7 @@ class ServerConfig:
     drain_seconds: float = 30.0
     kv: KvConfig | None = None
     log_format: Literal["text", "json"] = "text"
+    trace: Path | None = None
 
     @property
     def loopback(self) -> bool:

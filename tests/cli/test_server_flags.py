@@ -26,7 +26,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
         "--batched-session 16 --snapshots 2 --mixed-prefill-quantum 32 --log-format json --host 0.0.0.0 --port 9000 "
         "--api-key a --api-key b --allowed-host box --cors --alias tiny -n 100 --timings --allow-special-in-text "
         "--template official --tool-memory-max-ids 5 --disable-exact-dsml-tool-replay "
-        "--keepalive-seconds 2 --drain-seconds 3 --temp 0.5 --top-p 0.9 --top-k 40 --min-p 0 "
+        "--trace t.txt --keepalive-seconds 2 --drain-seconds 3 --temp 0.5 --top-p 0.9 --top-k 40 --min-p 0 "
         "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3"
     )
     assert read_config(argv.split(), {}) == ServerConfig(
@@ -67,6 +67,7 @@ def test_every_flag_reaches_the_configuration(tmp_path: Path) -> None:
         keepalive_seconds=2.0,
         drain_seconds=3.0,
         log_format="json",
+        trace=Path("t.txt"),
     )
 
 

@@ -66,6 +66,7 @@ class Client:
         self.reads = asyncio.Event()
         self.reads.set()
         self.gone = False
+        self.request = SimpleNamespace(body=b"")
         self.lose: list[Callable[[], None]] = []
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
@@ -109,14 +110,14 @@ class Machine:
             GenerationRequest(f"r{i}", "chat", "m", (1,), b"", SamplingParams(), 10) for i in range(choices)
         ]
 
-    def submit(self, request: GenerationRequest) -> Pending:
+    def submit(self, request: GenerationRequest, body: bytes, *, stream: bool) -> Pending:
         pending = Pending(request)
         pending.submitted(cast(Any, SimpleNamespace(cancel=self.cancelled.append)), cast(Any, request.id))
         self.pending.append(pending)
         return pending
 
     def send(self, *, stream: bool = True) -> Coroutine[Any, Any, None]:
-        service = SimpleNamespace(bridge=self, keepalive=None)
+        service = SimpleNamespace(submit=self.submit, keepalive=None)
         return delivery.send(cast(Any, service), self.requests, Letters(), cast(Any, self.client), stream=stream)
 
     async def bring(self, *events: Event, choice: int = 0) -> None:

@@ -60,7 +60,7 @@ async def send(
 
     try:
         for request in requests:
-            choices.append(service.bridge.submit(request))
+            choices.append(service.submit(request, responder.request.body, stream=stream))
         responder.on_disconnect(cancel)
         if stream and any(request.continues is not None and request.continues.required for request in requests):
             # Whether its state is still live shows when it gets a slot; until then a refusal is a status.
@@ -140,7 +140,7 @@ class _Whole(_Delivery):
     ) -> None:
         """`choices` is changed where the model is asked again."""
         super().__init__(choices, answer)
-        self._bridge = service.bridge
+        self._service = service
         self._choices: list[Pending] = choices
         self._responder = responder
         self._again = again
@@ -177,7 +177,9 @@ class _Whole(_Delivery):
             if request is None or finish.broken is None:
                 continue
             try:
-                asked[choice] = self._choices[choice] = self._bridge.submit(request)
+                asked[choice] = self._choices[choice] = self._service.submit(
+                    request, self._responder.request.body, stream=False, again=True
+                )
             except ShuttingDown:
                 continue
             log.info("%s: %s: the model is told and answers once more", request.id, finish.broken.detail)

@@ -18,11 +18,13 @@ from ds4.server.sse import KeepAlive
 from ds4.server.tool_memory import ToolMemory
 
 if TYPE_CHECKING:
-    from ds4.server.bridge import Bridge
+    from ds4.server.bridge import Bridge, Pending
     from ds4.server.http import Request
     from ds4.server.kvstore import KvStore
     from ds4.server.metrics import Metrics
     from ds4.server.scheduler import Scheduler
+    from ds4.server.trace import Tracer
+    from ds4.server.types import GenerationRequest
 
 log = logging.getLogger("ds4.server")
 
@@ -44,6 +46,7 @@ class Service:
         *,
         tool_memory: ToolMemory,
         store: KvStore | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.engine = engine
         self.config = config
@@ -66,6 +69,7 @@ class Service:
         self.live = LiveTurns()
         self.tool_memory = tool_memory
         self._store = store
+        self._tracer = tracer
         self._bodies = Bodies(_BODIES)
 
     async def prompt(self, conversation: Conversation) -> Prompt:
@@ -84,6 +88,13 @@ class Service:
         unknown = {call_id for call_id in ids if call_id not in self.tool_memory}
         if unknown:
             await asyncio.to_thread(self._store.restore_calls, unknown)
+
+    def submit(self, request: GenerationRequest, body: bytes, *, stream: bool, again: bool = False) -> Pending:
+        """Queues a generation of the request with this body. Raises ShuttingDown."""
+        pending = self.bridge.submit(request)
+        if self._tracer is not None:
+            pending.record = self._tracer.begin(request, body, stream=stream, again=again)
+        return pending
 
     def remember_call(self, call_id: str, block: bytes) -> None:
         """The client knows a call that was sampled in `block` by this id."""
