@@ -16,13 +16,26 @@ DenseState::DenseState(std::span<const StateSpec> specs, int64_t capacity) : cap
                        (spec.type == DType::I32 && spec.kind == StateKind::Counter);
     if (!plain) throw Unsupported("state buffer " + spec.name + " of type " + dtype_name(spec.type));
     Buffer b{spec, row_bytes(spec.type, spec.row_elements()), {}};
-    if (spec.kind != StateKind::Append) b.bytes.resize(b.row_bytes * static_cast<size_t>(spec.capacity));
+    if (!grows(spec)) b.bytes.resize(b.row_bytes * static_cast<size_t>(spec.capacity));
     buffers_.push_back(std::move(b));
   }
 }
 
+bool DenseState::grows(const StateSpec& spec) {
+  return spec.kind == StateKind::Append || spec.kind == StateKind::Ring;
+}
+
 int64_t DenseState::rows_for(const StateSpec& spec, int64_t tokens) {
-  return spec.kind == StateKind::Append ? tokens / spec.ratio : spec.capacity;
+  if (spec.kind == StateKind::Append) return tokens / spec.ratio;
+  return spec.kind == StateKind::Ring ? std::min(tokens, spec.capacity) : spec.capacity;
+}
+
+// Rows of a ring that nobody wrote are zeros.
+void DenseState::grow(size_t index, int64_t rows) {
+  if (index >= buffers_.size() || buffers_[index].spec.kind != StateKind::Ring) return;
+  Buffer& b = buffers_[index];
+  const size_t need = b.row_bytes * static_cast<size_t>(std::clamp<int64_t>(rows, 0, b.spec.capacity));
+  if (need > b.bytes.size()) b.bytes.resize(need);
 }
 
 void DenseState::reserve(int64_t tokens) {
@@ -34,7 +47,8 @@ void DenseState::reserve(int64_t tokens) {
     const size_t need = b.row_bytes * static_cast<size_t>(rows_for(b.spec, tokens));
     if (need > b.bytes.capacity()) b.bytes.reserve(need + need / 2);
   }
-  for (Buffer& b : buffers_) b.bytes.resize(b.row_bytes * static_cast<size_t>(rows_for(b.spec, tokens)));
+  for (Buffer& b : buffers_)
+    b.bytes.resize(std::max(b.bytes.size(), b.row_bytes * static_cast<size_t>(rows_for(b.spec, tokens))));
   reserved_ = tokens;
 }
 
@@ -42,11 +56,12 @@ void DenseState::truncate(int64_t tokens) {
   if (tokens < 0) throw Invalid("truncate a state to " + std::to_string(tokens) + " tokens");
   if (tokens >= reserved_ && tokens > 0) return;
   for (Buffer& b : buffers_) {
-    if (b.spec.kind != StateKind::Append) {
+    if (!grows(b.spec)) {
       // Before the first token a recurrence starts from zero.
       if (tokens == 0) std::fill(b.bytes.begin(), b.bytes.end(), std::byte{});
       continue;
     }
+    if (b.spec.kind == StateKind::Ring && tokens > 0) continue;  // its rows are the last ones, wherever they lie
     b.bytes.resize(b.row_bytes * static_cast<size_t>(rows_for(b.spec, tokens)));
     b.bytes.shrink_to_fit();
   }
@@ -89,6 +104,7 @@ void DenseState::export_rows(size_t index, int64_t first, int64_t count, std::sp
 }
 
 void DenseState::import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) {
+  if (first >= 0 && count >= 0 && first <= INT64_MAX - count) grow(index, first + count);
   const Buffer& b = at(index, first, count);
   if (in.size() != b.row_bytes * static_cast<size_t>(count)) throw Invalid("import from a buffer of another size");
   std::byte* to = buffers_[index].bytes.data() + static_cast<size_t>(first) * b.row_bytes;
@@ -109,6 +125,8 @@ const float* DenseState::readable_row(size_t index, int64_t row) const {
 }
 
 float* DenseState::writable_row(size_t index, int64_t row) {
+  if (index < buffers_.size() && buffers_[index].spec.kind == StateKind::Ring && row >= 0)
+    grow(index, row % buffers_[index].spec.capacity + 1);
   return const_cast<float*>(readable_row(index, row));
 }
 

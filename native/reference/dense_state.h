@@ -35,7 +35,10 @@ class DenseState final : public State {
     std::vector<std::byte> bytes;
   };
 
-  // Rows that buffer `b` has when `tokens` tokens are reserved.
+  // Append and Ring: as long as what is in them.
+  static bool grows(const StateSpec& spec);
+  void grow(size_t index, int64_t rows);
+  // Rows that a buffer has at least when `tokens` tokens are reserved.
   static int64_t rows_for(const StateSpec& spec, int64_t tokens);
   const Buffer& at(size_t index, int64_t first, int64_t count) const;
 

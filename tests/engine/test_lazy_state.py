@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +17,12 @@ MB = 1e6
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    path = with_flash_state().write_hf(tmp_path_factory.mktemp("lazy") / "flash")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_flash_state().write_hf(tmp_path_factory.mktemp("lazy") / "flash")
+
+
+@pytest.fixture(scope="module")
+def engine(path: Path) -> Iterator[Engine]:
     engine = Engine.open(EngineConfig(model=path, backend="cpu", ctx=MILLION, threads=2, check_memory=False))
     yield engine
     engine.close()
@@ -46,6 +51,18 @@ def test_memory_grows_with_the_tokens(engine: Engine) -> None:
     assert session.resident_bytes < held
     session.clear()
     assert session.resident_bytes < 1 * MB
+
+
+def test_the_oracles_sessions_begin_empty_too(path: Path) -> None:
+    engine = Engine.open(EngineConfig(model=path, backend="reference", ctx=MILLION, threads=2, check_memory=False))
+    session = engine.new_session()
+    assert session.resident_bytes < 1 * MB
+    engine.step([Row(session, tokens(9))])
+    held, need = session.resident_bytes, engine._model.native.state_bytes(9)
+    assert need <= held < 2 * need + 1 * MB
+    session.clear()
+    assert session.resident_bytes < 1 * MB
+    engine.close()
 
 
 def test_a_fork_holds_what_it_needs_and_goes_on_alike(engine: Engine) -> None:
