@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,15 +19,6 @@ from tests.support.wire import get, run, serving
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root = logging.getLogger("ds4")
-    before = (list(root.handlers), root.level, root.propagate)
-    yield
-    root.handlers[:], root.propagate = before[0], before[2]
-    root.setLevel(before[1])
 
 
 REQUEST = GenerationRequest(
