@@ -28,7 +28,7 @@ def main() -> None:
         return [protocol.token(i + offset, vocab) for i in range(first, end)]
 
     def fill(session: Any, n: int, offset: int = 0) -> None:
-        chunk = config.prefill_chunk
+        chunk = engine.config.prefill_chunk
         for start in range(0, n, chunk):
             end = min(n, start + chunk)
             engine.step([Row(session, tokens(start, end, offset), want_logits=end == n)])
