@@ -140,6 +140,18 @@ class Dictated:
         return RowResult(left.pop(0))
 
 
+def played(trace: Trace, client: Client, system: str, serve: Callable[[Path], Ours | Peer]) -> str:
+    """The trace against a server with a directory of its own: tokens evaluated / ideal = ratio."""
+    with tempfile.TemporaryDirectory() as directory:
+        client.server = serve(Path(directory))
+        try:
+            trace(client, random.Random(1), system)
+        finally:
+            client.server.stop()
+    counter = client.counter
+    return f"{counter.evaluated} / {counter.ideal} = {counter.ratio:.3f}"
+
+
 def economy(
     make: Callable[[], EngineLike],
     system: str,
@@ -156,15 +168,8 @@ def economy(
         row: list[object] = [name]
         for dialect in dialects:
             client = DIALECTS[dialect](**habits)
-            with tempfile.TemporaryDirectory() as directory:
-                client.server = Ours(make, Path(directory) if disk else None, 4)
-                try:
-                    trace(client, random.Random(1), system)
-                finally:
-                    client.server.stop()
-            counter = client.counter
-            row.append(f"{counter.evaluated} / {counter.ideal} = {counter.ratio:.3f}")
-            holds = holds and counter.ratio <= limit
+            row.append(played(trace, client, system, lambda at: Ours(make, at if disk else None, 4)))
+            holds = holds and client.counter.ratio <= limit
         rows.append([*row, f"{limit:.2f}"])
         print("|".join(map(str, rows[-1])), file=sys.stderr)
     print(report.table(("trace", *dialects, "claim"), rows))
@@ -198,22 +203,18 @@ def beside_the_peer(program: Path) -> list[list[object]]:
     preparer = Preparer(engine, most)
     system = "You are an agent that edits files with care. " * 150
     rows: list[list[object]] = []
+
+    def ours(directory: Path) -> Ours:
+        return Ours(lambda: engine, directory, slots, most)
+
+    def theirs(directory: Path) -> Peer:
+        return Peer(program, slots, ctx, most, preparer, engine)
+
     for name, trace in PEER_TRACES.items():
         found: list[object] = [name]
         for peer in (False, True):
             client = Chat()
-            with tempfile.TemporaryDirectory() as directory:
-                client.server = (
-                    Peer(program, slots, ctx, most, preparer, engine)
-                    if peer
-                    else Ours(lambda: engine, Path(directory), slots, most)
-                )
-                try:
-                    trace(client, random.Random(1), system)
-                finally:
-                    client.server.stop()
-            counter = client.counter
-            found.append(f"{counter.evaluated} / {counter.ideal} = {counter.ratio:.3f}")
+            found.append(played(trace, client, system, theirs if peer else ours))
         rows.append(found)
         print("|".join(map(str, found)), file=sys.stderr)
     engine.close()

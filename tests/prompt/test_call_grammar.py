@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from ds4 import _dsml
 from ds4.engine.constraint import Compiler, Grammar
-from ds4.engine.tokenizer import Tokenizer, TokenizerSpec
+from ds4.engine.tokenizer import Tokenizer
 from ds4.errors import EngineError
 from ds4.prompt.call_grammar import SYNTAXES, CallGrammar, CallSyntax, Function, SchemaError
+from tests.support.vocabularies import MARKS, byte_vocabulary
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -31,20 +30,12 @@ WEATHER: dict[str, Any] = {
 }
 NOW: dict[str, Any] = {"type": "object", "properties": {}}
 FUNCTIONS = (Function("get_weather", WEATHER, strict=True), Function("now", NOW))
-MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "｜DSML｜")
-
-
-def vocabulary(*marks: str) -> Tokenizer:
-    """One token per byte, special tokens for `marks`, and one that ends the text."""
-    tokens = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *marks, "<|end|>"]
-    specials = {i: text for i, text in enumerate(tokens) if i >= 256}
-    return Tokenizer(TokenizerSpec(Path("x.gguf"), tokens, specials, [], "llama-bpe", eos_ids=(len(tokens) - 1,)))
 
 
 @pytest.fixture(scope="module", params=["text", "special"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     """The marks of the syntaxes as text, and as tokens of their own."""
-    return vocabulary(*(MARKS if request.param == "special" else ()))
+    return byte_vocabulary(*(MARKS if request.param == "special" else ()))
 
 
 @pytest.fixture(scope="module")

@@ -6,20 +6,18 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from ds4 import _dsml
 from ds4.engine.constraint import Compiler, Grammar
-from ds4.engine.tokenizer import Tokenizer, TokenizerSpec
+from ds4.engine.tokenizer import Tokenizer
 from ds4.errors import EngineError
 from ds4.prompt.call_grammar import SYNTAXES, CallGrammar, Function
 from ds4.prompt.call_inputs import CallConstraint, CallMatcher
+from tests.support.vocabularies import MARKS, byte_vocabulary
 
-MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "｜DSML｜")
 LONG = (
     "</", '">', ">\n", "\n\n", "x</", '"></', ">\n<", "\n</", "\n</parameter>", "</parameter>\n</function>", "a<", "<b",
     "line\n", '">*', ">\n*", "true\">x", "parameter>\n</", "input", "patch", "*** End",
@@ -48,19 +46,9 @@ GRAMMARS = {
 }
 
 
-def vocabulary(*marks: str) -> Tokenizer:
-    """One token per byte, long ones, special tokens for `marks`, and one that ends the text."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    longer = ["".join(piece for piece, _ in level.pre_tokenize_str(text)) for text in LONG]
-    tokens = [*alphabet, *longer, *marks, "<|end|>"]
-    specials = {i: text for i, text in enumerate(tokens) if i >= len(alphabet) + len(longer)}
-    return Tokenizer(TokenizerSpec(Path("x.gguf"), tokens, specials, [], "llama-bpe", eos_ids=(len(tokens) - 1,)))
-
-
 @pytest.fixture(scope="module", params=["text", "special"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return vocabulary(*(MARKS if request.param == "special" else ()))
+    return byte_vocabulary(*(MARKS if request.param == "special" else ()), longer=LONG)
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tokenizers
 
 from ds4.engine.constraint import Compiler, Constraint, Grammar
-from ds4.engine.tokenizer import Tokenizer, TokenizerSpec
+from ds4.engine.tokenizer import Tokenizer
 from ds4.errors import EngineError
 from ds4.server.constrained import Constrained
+from tests.support.vocabularies import byte_vocabulary
 
 LONG = ("</think>", "k>\n\n", ">{", ">[")
 
@@ -21,9 +20,7 @@ LONG = ("</think>", "k>\n\n", ">{", ">[")
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """One token per byte, and some longer ones."""
-    tokens = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *LONG, "<|end|>"]
-    specials = {i: text for i, text in enumerate(tokens) if i >= 256}
-    return Tokenizer(TokenizerSpec(Path("x.gguf"), tokens, specials, [], "llama-bpe", eos_ids=(len(tokens) - 1,)))
+    return byte_vocabulary(*LONG)
 
 
 @pytest.fixture(scope="module")
