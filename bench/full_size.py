@@ -1,11 +1,12 @@
 """A model on a GPU (or any backend) through its file: upload, decode, prefill, drafts, HTTP, from one open engine.
 
     ds4 synth /dev/shm/flash.gguf --family deepseek4 --size flash --mtp --distinct-layers 3
-    python -m bench.full_size /dev/shm/flash.gguf --cuda --parts decode prefill drafts http
+    python -m bench.full_size /dev/shm/flash.gguf --cuda --parts decode prefill steps drafts http
 
 Weights of a random model say nothing, but cost what trained ones do; layers that share bytes of the file have copies of
 their own on the device. HTTP is `ds4-server`'s own application in this process with `bench.serve` in another, against
-the same work through `Engine.step`.
+the same work through `Engine.step`; `--trace` writes down its steps. Steps are what the scheduler may choose from:
+prompts of 170 tokens, a long one's chunk, and both beside streams, with what its estimate makes of them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from typing import Any
 import uvloop
 
 from bench import report
+from bench.step_share import Timed, trace
 from ds4.engine.engine import Engine
 from ds4.engine.types import EngineConfig, Row, SamplingParams
 from ds4.server.app import App
+from ds4.server.budget import StepCost
 from ds4.server.config import ServerConfig
 
-PARTS = ("open", "decode", "prefill", "drafts", "http")
+PARTS = ("open", "decode", "prefill", "steps", "drafts", "http")
+SHORT = 170
+"""Tokens of a prompt as the clients of `bench.serve` send it, here."""
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(temperature=1.0, min_p=0.05, seed=1)
 now = time.perf_counter
@@ -143,6 +148,51 @@ def prefill(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def steps(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What steps of some prompts and some streams take: best of three, and the straight line through those without
+    streams, as the scheduler estimates it."""
+    chunk = engine.config.prefill_chunk
+    most = min(args.slots, chunk // SHORT)
+    mixes = [[SHORT] * n for n in (1, 2, 4, 8, 12) if n <= most]
+    mixes += [[n] for n in (32, 128, 256, 512, 1024, 2048) if n <= chunk]
+    rows = []
+    cost = StepCost()
+    streams = filled(engine, args.slots, args.depths[0])
+    others = [engine.new_session() for _ in range(most)]
+    sampler = engine.new_sampler(GREEDY)
+    for width in (w for w in (0, 1, 4, 16) if w <= args.slots):
+        for mix in mixes if width < 2 else [[], *([n] for n in (32, 128, 256, 512))]:
+            times = []
+            for repeat in range(4):
+                work = [Row(s, [20 + repeat], engine.new_sampler(GREEDY)) for s in streams[:width]]
+                for i, n in enumerate(mix):
+                    others[i].clear()
+                    work.append(Row(others[i], prompt(engine, n, 10 * i + repeat), sampler if i == 0 else None))
+                if not work:
+                    continue
+                start = now()
+                engine.step(work)
+                times.append(now() - start)
+            seconds = min(times[1:])
+            rows.append({"prompts": mix, "tokens": sum(mix), "streams": width, "ms": 1e3 * seconds})
+            if width == 0:
+                cost.observe(sum(mix), seconds)
+    for session in (*streams, *others):
+        session.close()
+    print(
+        report.table(
+            ("prompts", "tokens", "streams", "ms", "estimate"),
+            [
+                (f"{len(r['prompts'])} x {r['prompts'][0] if r['prompts'] else 0}", str(r["tokens"]), str(r["streams"]),
+                 r["ms"], 1e3 * cost.seconds(r["tokens"] + r["streams"]))
+                for r in rows
+            ],
+        )
+    )  # fmt: skip
+    print(f"a step takes {1e3 * cost.fixed:.1f} ms and {1e3 * cost.token:.3f} a token")
+    return rows
+
+
 def drafts(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
     """What guessing costs, and steps that verify k guesses beside plain ones; the guesses are as good as random."""
     rows: list[dict[str, Any]] = []
@@ -239,11 +289,19 @@ def http(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     async def serve() -> None:
         app = App(engine, config)
         await app.start()
+        timed = Timed(engine)
+        app._thread._engine = timed
         served = asyncio.create_task(app.serve())
         for round_ in range(args.rounds + 1):
+            timed.steps.clear()
             result = await _client(app.url, args.slots, args.tokens, 1000 + round_)
             rate = own_rate(engine, args.slots, result["prompt_tokens"] // args.slots, args.tokens)
             print(f"  round {round_}: HTTP {result['output_tokens_per_s']:.1f}, engine {rate:.1f} tokens/s", flush=True)
+            if args.trace:
+                cost = app._scheduler._budget.cost
+                line = f"round {round_}: a step takes {1e3 * cost.fixed:.1f} ms and {1e3 * cost.token:.3f} a token\n"
+                with args.trace.open("a") as out:
+                    out.write(line + trace(timed.steps))
             if round_:
                 found["http"].append(result["output_tokens_per_s"])
                 found["engine"].append(rate)
@@ -265,7 +323,7 @@ def main() -> int:
     p = argparse.ArgumentParser(prog="bench.full_size", description=(__doc__ or "").splitlines()[0])
     p.add_argument("model", type=Path)
     p.add_argument(
-        "--parts", nargs="+", default=[], metavar="PART", help=f"{', '.join(PARTS)}; default: all but drafts"
+        "--parts", nargs="+", default=[], metavar="PART", help=f"{', '.join(PARTS)}; default: all but drafts, steps"
     )
     p.add_argument("--cuda", action="store_true", help="on the GPU; default: the CPU")
     p.add_argument("--ctx", type=int, default=8192)
@@ -276,15 +334,16 @@ def main() -> int:
     p.add_argument("--steps", type=int, default=20)
     p.add_argument("--tokens", type=int, default=128, help="of each stream through HTTP")
     p.add_argument("--rounds", type=int, default=2)
+    p.add_argument("--trace", type=Path, help="append the steps of each HTTP round to this file")
     p.add_argument("--save", metavar="NAME", help="keep the numbers as bench/results/NAME.json")
     args = p.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         p.error(f"unknown parts: {', '.join(sorted(unknown))}")
     args.mtp = "drafts" in args.parts
-    parts = args.parts or [x for x in PARTS if x != "drafts"]
+    parts = args.parts or [x for x in PARTS if x not in ("drafts", "steps")]
     engine, facts = opened(args)
     result: dict[str, Any] = {"open": facts}
-    for name, part in (("decode", decode), ("prefill", prefill), ("drafts", drafts), ("http", http)):
+    for name, part in (("decode", decode), ("prefill", prefill), ("steps", steps), ("drafts", drafts), ("http", http)):
         if name in parts:
             result[name] = part(engine, args)
     engine.close()

@@ -138,6 +138,14 @@ def figures(one: dict[str, Any], tokens: int) -> list[tuple[str, float]]:
     ]
 
 
+def trace(steps: Sequence[Step]) -> str:
+    """One line a step."""
+    return "".join(
+        f"{1e3 * (s.start - steps[0].start):9.2f} ms  {s.ms:7.2f} ms  {s.decode:3d} decode  {s.prompt:4d} prompt\n"
+        for s in steps
+    )
+
+
 def main() -> int:
     p = argparse.ArgumentParser(prog="bench.step_share", description=(__doc__ or "").splitlines()[0])
     p.add_argument("-m", "--model", type=Path, help="GGUF file (default: the demo model)")
@@ -154,13 +162,7 @@ def main() -> int:
     rows = [(name, report.median([one[name] for one in found])) for name in found[0]]
     print(report.table((f"{args.streams} streams of {args.tokens} tokens", "median"), rows))
     if args.trace:
-        steps: list[Step] = rounds[-1]["steps"]
-        start = steps[0].start
-        lines = (
-            f"{1e3 * (s.start - start):9.2f} ms  {s.ms:7.2f} ms  {s.decode:3d} decode  {s.prompt:4d} prompt\n"
-            for s in steps
-        )
-        args.trace.write_text("".join(lines))
+        args.trace.write_text(trace(rounds[-1]["steps"]))
     if args.save:
         print(f"saved {report.save(args.save, {'rounds': found})}")
     return 0

@@ -74,7 +74,7 @@ class App:
                 slots=config.engine.slots,
                 # The memory plan counts on steps of this size.
                 prefill_quantum=chunk,
-                mixed_prefill_quantum=min(config.mixed_prefill_quantum, chunk),
+                mixed_prefill_quantum=min(config.mixed_prefill_quantum or max(1, chunk // 4), chunk),
                 draft_timing=config.draft_timing,
             ),
             bridge.deliver,

@@ -19,7 +19,7 @@ class ServerConfig:
     by the context. `alias` is the model id shown to clients instead of the model's own. `draft_timing`: the log tells
     for each generation what guessing took and gained. `keepalive_seconds` is the longest silence of a stream that
     waits; `drain_seconds` what running requests get at shutdown. `kv` None: no checkpoints on disk. `trace` is the file
-    that everything about each generation is written to.
+    that everything about each generation is written to. `mixed_prefill_quantum` 0: a quarter of a prefill chunk.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -30,7 +30,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     alias: str | None = None
     max_output_tokens: int = 393216
-    mixed_prefill_quantum: int = 128
+    mixed_prefill_quantum: int = 0
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timings: bool = False
     tool_memory_ids: int = 100_000

@@ -5,15 +5,15 @@
         out = engine.step(plan.rows)       # who computes    (ds4.engine)
         scheduler.commit(plan, out)        # who remembers   (ds4.server.slots, ds4.server.generation)
 
-A step holds one decode row per running generation, then prefill chunks up to one budget: `prefill_quantum` tokens
-when nothing decodes, `mixed_prefill_quantum` when something does, so that a long prompt never holds a stream up by
-more than one small chunk. Prefills take turns (round robin); what the first one in turn leaves of the budget goes to
-the next. A stream that has drawn one token only waits for short prompts that came with it: many that begin together
-are done sooner when all prompts are evaluated first and all streams then go on side by side. Chunks end on absolute
-multiples of the budget, whatever was reused before them, so that the same prompt is evaluated on the same grid. A
-prompt that becomes complete draws its first token in the same step. Of prompts that begin alike and arrive together
-one is evaluated; the others wait a step and fork what they share. A checkpoint is loaded beside the running steps; its
-session joins them when it is complete.
+A step holds one decode row per running generation, then prefill chunks up to one budget (`ds4.server.budget`): at
+most `prefill_quantum` tokens when nothing decodes, `mixed_prefill_quantum` when something does, so that a long prompt
+never holds a stream up by more than one small chunk. Prefills take turns (round robin); what the first one in turn
+leaves of the budget goes to the next. A stream that has drawn one token only waits for short prompts that came with it:
+many that begin together are done sooner when all prompts are evaluated first and all streams then go on side by side.
+Chunks end on absolute multiples of the budget, whatever was reused before them, so that the same prompt is evaluated on
+the same grid. A prompt that becomes complete draws its first token in the same step. Of prompts that begin alike and
+arrive together one is evaluated; the others wait a step and fork what they share, if that is worth a step. A checkpoint
+is loaded beside the running steps; its session joins them when it is complete.
 
 A generation that decodes alone has the engine guess ahead, where it can and as long as that pays.
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -40,6 +40,7 @@ from ds4._core import common_prefix_tokens
 from ds4.engine.drafting import DraftPolicy
 from ds4.engine.types import Row, RowResult
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
+from ds4.server.budget import Budget, Limits
 from ds4.server.generation import Generation, Job, Restoring
 from ds4.server.naming import Names, Naming
 from ds4.server.reuse import NOTHING, Fork, LiveText, Lookup, Query, Reuse, materialise, probe, settle
@@ -60,12 +61,6 @@ Deliver = Callable[[list[tuple[Job, list[Event]]]], None]
 
 NAMED_HERE = 16384
 """Bytes of a conversation that the engine thread renders itself: 60 us."""
-MIXED_SECONDS = 0.02
-"""Of prefill beside streams in one step, at least."""
-TOGETHER_SECONDS = 0.3
-"""Between the first token of a stream and its second, at most, so that prompts beside it are evaluated without it."""
-MIXED_GRAIN = 32
-"""Tokens; fewer rows at once leave a matrix product's tiles half empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,7 @@ class SchedulerConfig:
 
     `draft_timing`: a generation's end tells what guessing took. `step_seconds` bounds how long a prefill step may take
     by measured speed: a cancellation, a new request and a shutdown wait for the running step. The budget is then a
-    smaller multiple of `mixed_prefill_quantum`.
+    smaller multiple of `mixed_prefill_quantum`. Where much of a step is its fixed cost it may take longer.
     """
 
     slots: int = 1
@@ -220,9 +215,8 @@ class Scheduler:
         """In this round."""
         self._line: list[Generation] = []
         """Prefills in the order of their turns."""
-        self._prefill_rate: float | None = None
-        self._decode_seconds = 0.0
-        """Seconds per prompt token of late prefill steps."""
+        limits = Limits(config.prefill_quantum, config.mixed_prefill_quantum, config.step_seconds)
+        self._budget = Budget(limits, first=engine.config.prefill_chunk)
         self._deadline: float | None = None
 
     # ---- any thread
@@ -356,12 +350,12 @@ class Scheduler:
                 self._release(generation, events)
             if events:
                 self._outbox.append((job, events))
-        self._measure(plan, now)
+        decode_rows = sum(work.end is None for work in plan.work)
+        self._budget.observe(plan.prefill_tokens, decode_rows, now - plan.started)
         if plan.alone:
             self._drafting.observe(drafted, accepted, now - plan.started)
         self._flush()
         if self._observer is not None:
-            decode_rows = sum(work.end is None for work in plan.work)
             report = StepReport(
                 seconds=now - plan.started,
                 decode_rows=decode_rows,
@@ -548,17 +542,20 @@ class Scheduler:
         self._snapshots.take(slot, names)
         self._line.append(generation)
 
-    def _begin(self, generation: Generation, plan: Plan) -> bool:
+    def _begin(self, generation: Generation, plan: Plan, waiting: int) -> bool:
         """Just before the first chunk: a neighbour may have evaluated more of the same prompt since the admission.
 
-        False when it is about to do so in this very step, and the job does better to wait for that.
+        False when it is about to do so in this very step, and the `waiting` jobs that have not begun do better to wait
+        for that.
         """
         job, slot = generation.job, generation.slot
         # What was found at the admission stands until something is evaluated.
         known = generation in self._admitted and not plan.prefill_tokens
         reuse = NOTHING if known else probe(slot, Lookup(job.query, self.slots))
-        if _shared_by(plan, job, reuse.tokens + Fork.margin):
-            return False
+        for shared in _shared(plan, job):
+            new = shared - reuse.tokens
+            if new > Fork.margin and self._budget.worth_a_step(new * waiting):
+                return False
         if reuse.source is not None:
             reuse = materialise(slot, job.query, reuse)
             settled = settle(slot, job.query, reuse, self._engine.tokenizer)
@@ -584,11 +581,8 @@ class Scheduler:
     def _together(self, streams: Sequence[Generation], now: float) -> bool:
         """Do the streams wait for the prompts? Where none has more than its first token, none has waited for long, and
         the end of the prompts is near."""
-        rate = self._prefill_rate
         waiting = [g for g in self._line if g.slot.generation is g]
-        if not streams or not waiting or not rate:
-            return False
-        if any(stream.completion_tokens > 1 for stream in streams):
+        if not streams or not waiting or any(stream.completion_tokens > 1 for stream in streams):
             return False
         known = streams[0].job.prompt
         left = 0
@@ -596,21 +590,20 @@ class Scheduler:
             prompt = generation.job.prompt
             shared = 0 if generation.begun else common_prefix_tokens(prompt.data, known.data)
             left += len(prompt) - max(generation.position, shared)
-        step = rate * min(left, self._budget(decoding=False))
-        waited = now - min(stream.last_token_time for stream in streams)
-        return waited + step <= TOGETHER_SECONDS and left * rate <= 2 * TOGETHER_SECONDS
+        return self._budget.together(left, now - min(stream.last_token_time for stream in streams))
 
     # ---- prefill
 
     def _add_prefill(self, plan: Plan) -> None:
         """Chunks of the waiting prompts, in turn, up to one budget; who comes first goes to the end of the line."""
         waiting = [g for g in self._line if g.slot.generation is g and g.prefilling]
-        budget = left = self._budget(decoding=bool(plan.rows))
+        new = sum(not generation.begun for generation in waiting)
+        budget = left = self._budget.beside(len(plan.rows)) if plan.rows else self._budget.alone()
         grain = min(self._config.mixed_prefill_quantum, budget)
         first: Generation | None = None
         for generation in waiting:
             try:
-                if not generation.begun and not self._begin(generation, plan):
+                if not generation.begun and not self._begin(generation, plan, new):
                     continue
             except Exception as error:
                 self._end(generation, self._failure(error), [])
@@ -633,41 +626,6 @@ class Scheduler:
             waiting.remove(first)
             waiting.append(first)
         self._line = waiting
-
-    def _budget(self, *, decoding: bool) -> int:
-        config = self._config
-        if decoding:
-            return self._mixed_budget()
-        if self._prefill_rate is None:
-            return min(config.prefill_quantum, self._engine.config.prefill_chunk)
-        fits = int(config.step_seconds / self._prefill_rate) if self._prefill_rate > 0 else config.prefill_quantum
-        if fits >= config.prefill_quantum:
-            return config.prefill_quantum
-        grain = config.mixed_prefill_quantum
-        return max(fits // grain * grain, min(grain, config.prefill_quantum))
-
-    def _mixed_budget(self) -> int:
-        """A prompt may hold the streams beside it up by as long as they take themselves, or a little on a machine that
-        is fast at both: where prefill is slow, 128 tokens at once are a pause that people see."""
-        most = self._config.mixed_prefill_quantum
-        if not self._prefill_rate:
-            return most
-        fits = int(max(MIXED_SECONDS, self._decode_seconds) / self._prefill_rate)
-        return min(most, max(fits // MIXED_GRAIN, 1) * MIXED_GRAIN)
-
-    def _measure(self, plan: Plan, now: float) -> None:
-        """Speed of prefill, from steps that did little else and are not dominated by their fixed cost; time of a step
-        that only decodes."""
-        if plan.rows and not plan.prefill_tokens:
-            seconds = now - plan.started
-            self._decode_seconds = (3 * self._decode_seconds + seconds) / 4 if self._decode_seconds else seconds
-        if plan.prefill_tokens >= 16 and plan.work[0].end is not None:
-            rate, known = (now - plan.started) / plan.prefill_tokens, self._prefill_rate
-            if plan.prefill_tokens < 64:
-                # It has a step's fixed cost in it: no prefill is slower than that.
-                self._prefill_rate = rate if known is None else min(known, rate)
-            else:
-                self._prefill_rate = rate if known is None else (known + rate) / 2
 
     # ---- ends
 
@@ -764,22 +722,18 @@ def _names(slot: Slot, reuse: Reuse, query: Query) -> tuple[LiveText, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _shared_by(plan: Plan, job: Job, tokens: int) -> bool:
-    """Does a row of this step evaluate a beginning of the job's prompt that is longer than `tokens`?
-
-    Then the job does better to fork it in the next step than to evaluate it again in this one.
-    """
+def _shared(plan: Plan, job: Job) -> Iterator[int]:
+    """How long a beginning of the job's prompt each prefill row of this step evaluates. In the next step the job can
+    fork it, instead of evaluating it again in this one."""
     for work in plan.work:
         if work.end is None:
             continue
         query = work.generation.job.query
         if work.generation.reuse.text_bytes is not None and query.key and job.query.key.startswith(query.key):
             # It goes on with tokens of its own, which this prompt is going to share by their text.
-            if work.generation.prompt_tokens > tokens:
-                return True
-        elif work.end > tokens and common_prefix_tokens(query.prompt[: work.end].data, job.prompt[:-1].data) > tokens:
-            return True
-    return False
+            yield work.generation.prompt_tokens
+        else:
+            yield common_prefix_tokens(query.prompt[: work.end].data, job.prompt[:-1].data)
 
 
 def _state(slot: Slot, now: float) -> SlotState:

@@ -279,10 +279,11 @@ class ScriptedEngine(Described):
     >>> ScriptedEngine(model=hash_model(1, end=256))           # next token as a function of all tokens
 
     `step_seconds` per step and `prefill_token_seconds` per prompt token are slept (by `sleep`), so that a real
-    thread sees plausible timing. `guess` makes it an engine that drafts: the tokens that may follow those of a session;
-    a step with drafts takes `draft_seconds` more. `rewinds` False: sessions that can only grow, or be cut by no more
-    than `slack` tokens, of which the plan has room for `snapshots` copies each. `tokenizer` may be a real one: then
-    whole texts are encoded by it, and a list of pieces piece by piece.
+    thread sees plausible timing, and what `cost` says of a step of so many prompt tokens and decode rows. `guess`
+    makes it an engine that drafts: the tokens that may follow those of a session; a step with drafts takes
+    `draft_seconds` more. `rewinds` False: sessions that can only grow, or be cut by no more than `slack` tokens, of
+    which the plan has room for `snapshots` copies each. `tokenizer` may be a real one: then whole texts are encoded by
+    it, and a list of pieces piece by piece.
     """
 
     def __init__(
@@ -299,6 +300,7 @@ class ScriptedEngine(Described):
         snapshots: int = 0,
         step_seconds: float = 0.0,
         prefill_token_seconds: float = 0.0,
+        cost: Callable[[int, int], float] | None = None,
         draft_seconds: float = 0.0,
         guess: Callable[[list[int]], Sequence[int]] | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -334,9 +336,10 @@ class ScriptedEngine(Described):
         self.memory_left: int | None = None
         self._step_seconds = step_seconds
         self._prefill_token_seconds = prefill_token_seconds
+        self.cost = cost
         self._draft_seconds = draft_seconds
         self._guess = guess
-        self._sleep = sleep
+        self.sleep = sleep
         self._failures: dict[int, Exception] = {}
         self._prefill_failure: Exception | None = None
         self._running = threading.Lock()
@@ -469,8 +472,10 @@ class ScriptedEngine(Described):
         drafts = [self._drafts(row, session) for row, session in zip(rows, sessions, strict=True)]
         delay += self._draft_seconds if any(drafts) else 0.0
         seconds = self._step_seconds + delay + prefill * self._prefill_token_seconds
+        if self.cost is not None:
+            seconds += self.cost(prefill, sum(len(row.tokens) == 1 for row in rows))
         if seconds > 0:
-            self._sleep(seconds)
+            self.sleep(seconds)
         if error is not None:
             for session in sessions:
                 session.clear()

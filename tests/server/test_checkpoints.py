@@ -563,7 +563,8 @@ def test_progress_counts_what_no_cache_had(machines: Any, where: str) -> None:
     if where == "disk":
         machine.restart()
     talk.append(Message("user", "z" * 5000))
-    machine.driver.scheduler._prefill_rate = 0.001
+    machine.engine.sleep = machine.driver.clock.sleep
+    machine.engine.cost = lambda prompt, streams: 0.001 * prompt
     job = machine.ask(talk)
     started = machine.driver.started(job)
     assert started is not None and started.cached_tokens > 100

@@ -376,22 +376,6 @@ def test_prompts_that_keep_coming_hold_no_stream_up_for_long() -> None:
     assert 0.2 < driver.clock.now - start <= 0.4
 
 
-def test_a_slow_first_prompt_is_not_believed_for_ever() -> None:
-    clock = Clock()
-    engine = ScriptedEngine("ok", prefill_token_seconds=0.01, sleep=clock.sleep)
-    driver = Driver(engine, clock=clock)
-    driver.ask(tokens(20, 0))
-    assert driver.scheduler._prefill_rate == pytest.approx(0.01)
-    engine._prefill_token_seconds = 0.001
-    driver.ask(tokens(20, 1))
-    assert driver.scheduler._prefill_rate == pytest.approx(0.001)
-    engine._prefill_token_seconds = 0.01
-    driver.ask(tokens(20, 2))
-    assert driver.scheduler._prefill_rate == pytest.approx(0.001), "short prompts show no more than how fast it can be"
-    driver.ask(tokens(64, 3))
-    assert driver.scheduler._prefill_rate == pytest.approx(0.0055)
-
-
 def test_prefills_take_turns() -> None:
     driver = Driver(ScriptedEngine(ENDLESS), slots=4)
     for base in range(3):
@@ -423,52 +407,6 @@ def test_chunks_end_on_the_same_grid_whatever_was_reused(reused: int) -> None:
     driver.submit(prompt)
     ends = [chunk_ends(driver.step())[1][1] for _ in range(2)]
     assert ends == [128 * (reused // 128 + 1), min(1200, 128 * (reused // 128 + 2))]
-
-
-def test_slow_prefill_makes_smaller_steps() -> None:
-    clock = Clock()
-    engine = ScriptedEngine(ENDLESS, prefill_token_seconds=0.0002, sleep=clock.sleep)
-    driver = Driver(engine, clock=clock, step_seconds=0.1)
-    driver.submit(tokens(10_000))
-    driver.step()
-    for _ in range(10):
-        before = clock.now
-        plan = driver.step()
-        assert plan.prefill_tokens in (256, 384), "0.1 s is 500 tokens, the multiple of 128 below is 384"
-        assert plan.work[0].end is not None and plan.work[0].end % 128 == 0
-        assert clock.now - before <= 0.1
-
-
-@pytest.mark.parametrize(
-    ("token_seconds", "step_seconds", "expected"),
-    [
-        (0.0001, 0.0, 128),  # 20 ms are 200 tokens
-        (0.0003, 0.0, 64),  # 20 ms are 66 tokens
-        (0.002, 0.0, 32),  # 20 ms are 10 tokens: the least that is worth a step
-        (0.002, 0.15, 64),  # a step takes 150 ms without any: 75 tokens more double it
-    ],
-)
-def test_a_prompt_beside_streams_gets_no_longer_than_they_take(
-    token_seconds: float, step_seconds: float, expected: int
-) -> None:
-    clock = Clock()
-    engine = ScriptedEngine(ENDLESS, prefill_token_seconds=token_seconds, step_seconds=step_seconds, sleep=clock.sleep)
-    driver = Driver(engine, clock=clock, slots=2)
-    driver.submit(tokens(2048, 9))
-    for _ in range(400):
-        if driver.step().prefill_tokens == 0:
-            break
-    rate = driver.scheduler._prefill_rate
-    assert rate is not None and rate > 0.99 * token_seconds
-    for _ in range(12):
-        driver.step()
-    driver.submit(tokens(1000, 1))
-    sizes = [driver.step().prefill_tokens for _ in range(5)]
-    if step_seconds == 0:
-        assert sizes == [expected] * 5
-    else:
-        # The measured speed has the fixed cost of a step in it.
-        assert set(sizes) <= {32, 64}
 
 
 def test_admission_is_first_in_first_out() -> None:
