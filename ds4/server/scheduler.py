@@ -28,28 +28,29 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ds4._core import common_prefix_tokens
 from ds4.engine.drafting import DraftPolicy
-from ds4.engine.types import Row, RowResult
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
 from ds4.server.budget import Budget, Limits
 from ds4.server.generation import Generation, Job, Restoring
 from ds4.server.naming import Names, Naming
+from ds4.server.observer import Observer, SlotState, StepReport, slot_state
+from ds4.server.plan import Plan, Work
 from ds4.server.reuse import NOTHING, Fork, LiveText, Lookup, Query, Reuse, materialise, probe, settle
 from ds4.server.slots import Slot, Slots, describe, log_route
 from ds4.server.snapshots import Snapshots
 from ds4.server.types import Event, Failed, Finish, GenerationRequest
 
 if TYPE_CHECKING:
-    from ds4.engine.types import EngineLike
+    from ds4.engine.types import EngineLike, RowResult
     from ds4.server.checkpoints import Checkpoints
     from ds4.server.keys import Markers
 
@@ -84,75 +85,6 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.step_seconds <= 0:
             raise ConfigError(f"step_seconds must be positive, got {self.step_seconds}")
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Whose row it is; `end` is the prompt position after a prefill chunk, None for a decode row."""
-
-    generation: Generation
-    end: int | None = None
-
-
-@dataclass(slots=True)
-class Plan:
-    """The rows of one step, decode first, and beside each row whose it is."""
-
-    rows: list[Row] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
-    prefill_tokens: int = 0
-    started: float = 0.0
-
-    def add(self, row: Row, work: Work) -> None:
-        self.rows.append(row)
-        self.work.append(work)
-
-    @property
-    def alone(self) -> bool:
-        """One generation decodes, and nothing else is done."""
-        return len(self.work) == 1 and self.work[0].end is None
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One step in numbers: seconds, rows and tokens; seconds of first tokens (TTFT) and between tokens (ITL); tokens
-    that were guessed and that were right, and what guessing took."""
-
-    seconds: float
-    decode_rows: int
-    prefill_rows: int
-    prefill_tokens: int
-    queued: int
-    busy: int
-    ttft: Sequence[float]
-    itl: Sequence[float]
-    drafted: int = 0
-    accepted: int = 0
-    draft_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class SlotState:
-    """A slot as `/slots` shows it. `tokens` is what the session held when its last generation ended."""
-
-    index: int
-    request: str | None
-    phase: str
-    prompt_tokens: int
-    prompt_done: int
-    completion_tokens: int
-    tokens: int
-    idle_seconds: float
-
-
-class Observer(Protocol):
-    """Metrics. Called on the engine thread."""
-
-    def on_start(self, job: Job, reuse: Reuse, queue_seconds: float) -> None: ...
-    def on_step(self, report: StepReport) -> None: ...
-    def on_end(self, job: Job, event: Finish | Failed) -> None: ...
-    def on_idle(self) -> None:
-        """Nothing runs and nothing waits; the last step's report may have said otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +216,7 @@ class Scheduler:
     def slot_states(self) -> list[SlotState]:
         """What the slots do, for people: read beside the running step, so it may be one token old."""
         now = self._clock()
-        return [_state(slot, now) for slot in self.slots]
+        return [slot_state(slot, now) for slot in self.slots]
 
     # ---- engine thread
 
@@ -350,7 +282,7 @@ class Scheduler:
                 self._release(generation, events)
             if events:
                 self._outbox.append((job, events))
-        decode_rows = sum(work.end is None for work in plan.work)
+        decode_rows = plan.decode_rows
         self._budget.observe(plan.prefill_tokens, decode_rows, now - plan.started)
         if plan.alone:
             self._drafting.observe(drafted, accepted, now - plan.started)
@@ -603,8 +535,10 @@ class Scheduler:
         first: Generation | None = None
         for generation in waiting:
             try:
-                if not generation.begun and not self._begin(generation, plan, new):
-                    continue
+                if not generation.begun:
+                    if not self._begin(generation, plan, new):
+                        continue
+                    new -= 1
             except Exception as error:
                 self._end(generation, self._failure(error), [])
                 continue
@@ -734,19 +668,3 @@ def _shared(plan: Plan, job: Job) -> Iterator[int]:
             yield work.generation.prompt_tokens
         else:
             yield common_prefix_tokens(query.prompt[: work.end].data, job.prompt[:-1].data)
-
-
-def _state(slot: Slot, now: float) -> SlotState:
-    generation = slot.generation
-    if generation is None:
-        return SlotState(slot.index, None, "idle", slot.prompt_tokens, 0, 0, slot.tokens, now - slot.last_used)
-    return SlotState(
-        slot.index,
-        generation.job.request.id,
-        "restore" if generation.restoring else "prefill" if generation.prefilling else "decode",
-        generation.prompt_tokens,
-        generation.position,
-        generation.completion_tokens,
-        slot.tokens,
-        0.0,
-    )

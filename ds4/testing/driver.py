@@ -8,7 +8,9 @@ from typing import Any
 from ds4.engine.types import SamplingParams
 from ds4.server.checkpoints import Checkpoints
 from ds4.server.generation import Job
-from ds4.server.scheduler import Observer, Plan, Scheduler, SchedulerConfig
+from ds4.server.observer import Observer
+from ds4.server.plan import Plan
+from ds4.server.scheduler import Scheduler, SchedulerConfig
 from ds4.server.types import (
     ContentDelta,
     Event,

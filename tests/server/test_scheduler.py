@@ -16,8 +16,10 @@ from ds4.errors import ConfigError, ContextLengthError, EngineError, RequestErro
 from ds4.server.engine_thread import EngineThread
 from ds4.server.generation import Job
 from ds4.server.metrics import Metrics
+from ds4.server.observer import StepReport
+from ds4.server.plan import Plan
 from ds4.server.reuse import Reuse
-from ds4.server.scheduler import Plan, Scheduler, SchedulerConfig, StepReport
+from ds4.server.scheduler import Scheduler, SchedulerConfig
 from ds4.server.types import (
     ContentDelta,
     Event,

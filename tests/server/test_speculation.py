@@ -19,7 +19,7 @@ from ds4.engine.types import EngineConfig, Row, SamplingParams
 from ds4.server.exposition import render
 from ds4.server.generation import Generation
 from ds4.server.metrics import Metrics
-from ds4.server.scheduler import StepReport
+from ds4.server.observer import StepReport
 from ds4.server.types import Event, Finish
 from ds4.testing import Script, ScriptedEngine, hash_model
 from ds4.testing.driver import Clock, Driver
