@@ -88,17 +88,21 @@ void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t in
     const auto visible = static_cast<int32_t>(std::min(b.position + r + 1 - base, kSegment));
     std::fill_n(limit + (r - skip) * s.group, s.group, visible);
   }
+  // While a page's values are read the keys come that are needed as many pages later as a segment has, or the whole
+  // row.
   constexpr int64_t kPages = kSegment / kPageRows;
-  const uint16_t *keys[2 * kPages] = {}, *values[kPages] = {};
-  const int64_t last_page = (b.position + b.rows - 1) / kPageRows;
-  for (int64_t p = 0; p < 2 * kPages; ++p) {
-    const int64_t page = base / kPageRows + p;
-    if (page <= last_page) {
-      keys[p] = b.state->head_page(s.kv.k, page, head);
-      if (p < kPages) values[p] = b.state->head_page(s.kv.v, page, head);
-    } else if (next && p >= kPages) {
-      keys[p] = next->state->head_page(s.kv.k, page - last_page - 1, next_head);
+  const uint16_t *keys[kPages] = {}, *values[kPages] = {}, *next_keys[kPages] = {};
+  const int64_t first_page = base / kPageRows, last_page = (b.position + b.rows - 1) / kPageRows;
+  for (int64_t p = 0; p < kPages; ++p) {
+    const int64_t at = first_page + p, later = at + std::min(kPages, last_page + 1);
+    if (at <= last_page) {
+      keys[p] = b.state->head_page(s.kv.k, at, head);
+      values[p] = b.state->head_page(s.kv.v, at, head);
     }
+    if (later <= last_page)
+      next_keys[p] = b.state->head_page(s.kv.k, later, head);
+    else if (next)
+      next_keys[p] = next->state->head_page(s.kv.k, later - last_page - 1, next_head);
   }
   AttentionArgs a;
   a.q = q + skip * s.group * s.dim;
@@ -106,7 +110,7 @@ void Attention::segment(const Shape& s, const Block& b, int64_t head, int64_t in
   a.limit = limit;
   a.keys = keys;
   a.values = values;
-  a.next_keys = keys + kPages;
+  a.next_keys = next_keys;
   a.dim = s.dim;
   a.padded = s.padded;
   const int64_t at = skip * s.group;
@@ -150,7 +154,8 @@ void Attention::run(Tensor q, std::span<const RowRef> rows, KvSlots kv, int64_t 
         float* at = memory.at_least(2 * floats);
         const Partial all = partial(s, at, vectors), part = partial(s, at + floats, vectors);
         const float* scaled = queries(s, b, i % kv_heads);
-        const Block* next = i + 1 < last ? &blocks_[static_cast<size_t>((i + 1) / kv_heads)] : nullptr;
+        // Shares are short, and what follows one is mostly the same thread's next one.
+        const Block* next = i + 1 < blocks * kv_heads ? &blocks_[static_cast<size_t>((i + 1) / kv_heads)] : nullptr;
         segment(s, b, i % kv_heads, 0, scaled, all, next, (i + 1) % kv_heads);
         for (int64_t index = 1; index < b.segments; ++index) {
           segment(s, b, i % kv_heads, index, scaled, part, next, (i + 1) % kv_heads);

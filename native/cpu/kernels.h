@@ -45,7 +45,7 @@ struct AttentionArgs {
   int64_t n = 0;                   // query vectors
   const int32_t* limit = nullptr;  // [n] visible keys of this segment, 1 .. kSegment
   // Pages of the segment, keys [4 tiles][dim][16 keys] f16 and values [64 keys][padded] f16; and for each page the keys
-  // that are read a segment's number of pages later, to be fetched ahead, null where there are none.
+  // that are read some pages later, to be fetched ahead, null where there are none.
   const uint16_t* const* keys = nullptr;
   const uint16_t* const* values = nullptr;
   const uint16_t* const* next_keys = nullptr;

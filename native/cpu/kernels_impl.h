@@ -364,7 +364,7 @@ void widen(const uint16_t* from, int64_t n, float* to) {
 }
 
 // Pages lie apart and are read in four streams at once, which hardware prefetchers follow badly: while a page's keys
-// are read its values are fetched, and while its values are read the next segment's keys.
+// are read its values are fetched, and while its values are read the keys of a page that comes later.
 inline void prefetch_row(const uint16_t* p, int64_t elements) {
   for (int64_t i = 0; i < elements; i += 32) prefetch(p + i);
 }

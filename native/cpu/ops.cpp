@@ -119,7 +119,7 @@ class CpuOps final : public Ops {
     const PackedWeight& w = packed(table);
     require(static_cast<int64_t>(ids.size()) == out.n && w.cols() == out.dim, "embed shapes");
     for (const int32_t id : ids) require(id >= 0 && id < w.rows(), "token id outside the embedding table");
-    pool_.run(out.n, kParallelRows, [&](int64_t first, int64_t last) {
+    over_rows(out.n, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) w.dequantize(ids[static_cast<size_t>(t)], row_of(out, t));
     });
   }
@@ -127,7 +127,7 @@ class CpuOps final : public Ops {
   void rms_norm(Tensor x, Norm norm, Tensor y) override {
     require(x.n == y.n && x.dim == y.dim, "rms_norm shapes");
     const float* gain = gain_of(norm, x.dim);
-    pool_.run(x.n, kParallelRows, [&](int64_t first, int64_t last) {
+    over_rows(x.n, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) kernels_.rms_norm(row_of(x, t), gain, norm.eps, x.dim, row_of(y, t));
     });
   }
@@ -181,7 +181,7 @@ class CpuOps final : public Ops {
   void rope_table(std::span<const RowRef> rows, std::span<const double> freq, Tensor out) override {
     const auto pairs = static_cast<int64_t>(freq.size());
     require(static_cast<int64_t>(rows.size()) == out.n && out.dim == 2 * pairs, "rope_table shapes");
-    pool_.run(out.n, kParallelRows, [&](int64_t first, int64_t last) {
+    over_rows(out.n, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t)
         for (int64_t i = 0; i < pairs; ++i) {
           const double angle = rows[static_cast<size_t>(t)].position * freq[static_cast<size_t>(i)];
@@ -199,9 +199,11 @@ class CpuOps final : public Ops {
             "rope_store shapes");
     own_pages(rows, kv, kv_heads, head_dim);
     const int64_t padded = (head_dim + 15) / 16 * 16;
-    pool_.run(qkv.n, kParallelRows, [&](int64_t first, int64_t last) {
+    over_rows(qkv.n, [&](int64_t first, int64_t last) {
       uint16_t half[kMaxHeadDim];
+      fetch_places(rows, first, kv, kv_heads, head_dim);
       for (int64_t t = first; t < last; ++t) {
+        if (t + 1 < qkv.n) fetch_places(rows, t + 1, kv, kv_heads, head_dim);
         const RowRef& row = rows[static_cast<size_t>(t)];
         const auto& state = static_cast<const PagedState&>(*row.state);
         float* q = row_of(qkv, t);
@@ -341,6 +343,31 @@ class CpuOps final : public Ops {
   // tile is computed, it is there when they are stored.
   static void fetch_rows(const Tensor& y, const Group& g, int64_t column) {
     for (int64_t t = 0; t < g.tokens; ++t) __builtin_prefetch(row_of(y, g.first + t) + column, 1);
+  }
+
+  // Where the key and the value of row t go: a key is a column of its tile, that is, one element in each line. Asked
+  // for a row ahead, unless the row before went to the same tile.
+  static void fetch_places(std::span<const RowRef> rows, int64_t t, KvSlots kv, int64_t kv_heads, int64_t head_dim) {
+    constexpr int64_t kLine = 32;  // elements
+    const RowRef& row = rows[static_cast<size_t>(t)];
+    const int64_t page = row.position / kPageRows, in = row.position % kPageRows;
+    if (t > 0 && in % 16 && rows[static_cast<size_t>(t - 1)].state == row.state) return;
+    const auto& state = static_cast<const PagedState&>(*row.state);
+    for (int64_t h = 0; h < kv_heads; ++h) {
+      const uint16_t* keys = state.head_page(kv.k, page, h) + in / 16 * head_dim * 16;
+      for (int64_t i = 0; i < 16 * head_dim; i += kLine) __builtin_prefetch(keys + i, 1);
+      const uint16_t* values = state.head_page(kv.v, page, h) + in * ((head_dim + 15) / 16 * 16);
+      for (int64_t i = 0; i < head_dim; i += kLine) __builtin_prefetch(values + i, 1);
+    }
+  }
+
+  // Calls body(first, last) for all of n rows, by threads where that pays.
+  template <class Body>
+  void over_rows(int64_t n, Body&& body) {
+    if (n < kParallelRows)
+      body(int64_t{0}, n);
+    else
+      pool_.run(n, 1, body);
   }
 
   static void copy_lanes(const float* from, int64_t n, float* to) {
