@@ -1,13 +1,18 @@
 // The table of kernels that every instruction set fills in (kernels_impl.h), and the data they share.
 //
 // Activations of int8 kernels: the token rows of a step are cut into groups of 16, 8, 4, 2 and 1 tokens. A group of N
-// tokens is a sequence of records, one per block of 32 columns, so that a kernel walks one pointer:
+// tokens is a sequence of records, one per block of 32 columns, so that a kernel walks one pointer, and a factor f of
+// each token behind the last one:
 //
-//   i8 q [N][32] | f32 d [N] | auxiliary [32 / group][N], 4 bytes each
+//   i8 q [N][32] | 4-byte words [N][origin 0, origin 1, auxiliary ...]
 //
-// q = round(x / d), d = amax / 127 of the block. The auxiliary is d * sum(q) (f32, for weights with a minimum) or
-// -zero * sum(q) (i32, for weights with a zero point), per `group` columns. Float kernels: one value (f32) or one pair
-// (bf16) per column (pair) and token: [cols][N].
+// x = f 2^e q, with e for every 16 columns. Scales that are powers of two cost no multiplication, and the dot products
+// no conversion: an integer added to the bits of the float 1.5 * 2^(23 + e), the origin, gives the float that lies that
+// many times 2^e above it, as long as its magnitude is under 2^22. So the kernel starts its sum of 16 columns at the
+// origin and takes the origin away as a float. With a zero point it starts at the origin - zero * sum(q), which is the
+// auxiliary (i32, per 16 columns); for weights with a minimum that is 2^e sum(q) (f32, per `group` columns).
+//
+// Float kernels: one value (f32) or one pair (bf16) per column (pair) and token: [cols][N].
 //
 // Exactness: per output element every kernel runs the same sequence of f32 operations, ascending over the columns,
 // whatever N is; lanes are output rows, so nothing is ever summed across lanes.
@@ -19,6 +24,8 @@
 
 namespace ds4::cpu {
 
+constexpr int kScaleColumns = 16;  // of activations, per scale
+constexpr int kScalesPerBlock = 32 / kScaleColumns;
 constexpr int kGroupSizes[] = {1, 2, 4, 8, 16};
 constexpr int kGroupCount = 5;
 constexpr int64_t kPageRows = 64;  // rows of a KV page
@@ -65,8 +72,9 @@ struct Kernels {
 
   // y = x * rsqrt(mean(x^2) + eps) * gain.
   void (*rms_norm)(const float* x, const float* gain, float eps, int64_t n, float* y);
-  // Writes token `t` of a group of `group` tokens; `x` is readable up to the next multiple of 32, zeros beyond n.
-  void (*pack_act)(ActKind kind, const float* x, int64_t n, int64_t group, int64_t t, uint8_t* out);
+  // Writes token `t` of a group of `group` tokens; `x` is readable up to the next multiple of 32, zeros beyond n; `work`
+  // is room for pack_floats(n).
+  void (*pack_act)(ActKind kind, const float* x, int64_t n, int64_t group, int64_t t, uint8_t* out, float* work);
   // y = silu(min(g, limit)) * clamp(u, +-limit).
   void (*swiglu)(const float* g, const float* u, int64_t n, float limit, float* y);
   // Rotates `heads` heads of width `dim` in place; cs: cos [pairs], sin [pairs].
@@ -89,5 +97,8 @@ const Kernels& kernels_neon();
 #endif
 
 int64_t act_bytes(ActKind kind, int64_t cols);  // per token
+constexpr int64_t pack_floats(int64_t cols) {
+  return 4 * ((cols + kScaleColumns - 1) / kScaleColumns + 16);
+}
 
 }  // namespace ds4::cpu

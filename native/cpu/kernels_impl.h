@@ -40,6 +40,17 @@ inline int32_t i32_at(const uint8_t* p) {
   return v;
 }
 
+inline float f32_of(int32_t bits) {
+  float v;
+  __builtin_memcpy(&v, &bits, 4);
+  return v;
+}
+inline int32_t i32_of(float v) {
+  int32_t bits;
+  __builtin_memcpy(&bits, &v, 4);
+  return bits;
+}
+
 template <int N>
 __attribute__((always_inline)) inline void store_tile(const TileArgs& a, const Vf (&acc)[N]) {
   if (a.add) {
@@ -55,13 +66,17 @@ __attribute__((always_inline)) inline void store_tile(const TileArgs& a, const V
 template <TileKind K, int N>
 void tile_int8(const TileArgs& a) {
   constexpr bool kMin = is_min(K);
-  constexpr int kParts = is_group16(K) ? 2 : 1;  // groups per block
-  constexpr int kSteps = 8 / kParts;             // 4-column steps per group
+constexpr int kScales = kScalesPerBlock;     // of the activations, per block
+  constexpr int kGroups = is_group16(K) ? 2 : 1;   // of the weights, per block
+  static_assert(kScales >= kGroups);
+  constexpr int kParts = kScales / kGroups;
+  constexpr int kSteps = 8 / kScales;              // 4-column steps per scale
   constexpr int kBits = value_bits(K);
   constexpr bool kSigned = kBits == 8 && kSignedBytes;  // then the zero point is gone
   constexpr bool kNarrow = kBits == 4 && kNarrowSums;
-  constexpr int kWave = N < 4 ? N : 4;  // tokens whose integer sums run side by side
-  constexpr int64_t kRecord = N * (32 + 4 + 4 * kParts);
+  constexpr int kWave = N < 2 ? N : 2;  // tokens whose sums run side by side
+  constexpr int kWords = kScales + (kMin ? kGroups : kScales);  // of a token beside its values
+  constexpr int64_t kRecord = N * (32 + 4 * kWords);
   Vf acc[N];
 #pragma GCC unroll 16
   for (int t = 0; t < N; ++t) acc[t] = zero();
@@ -130,9 +145,9 @@ void tile_int8(const TileArgs& a) {
       }
     }
 #pragma GCC unroll 2
-    for (int part = 0; part < kParts; ++part) {
+    for (int group = 0; group < kGroups; ++group) {
       Vf d;
-      [[maybe_unused]] Vf m = zero();
+      [[maybe_unused]] Vf m;
       if constexpr (K == TileKind::U2K16Min) {
         d = mul(super_d, load_nibbles<0>(s));
         m = mul(super_m, load_nibbles<4>(s));
@@ -149,31 +164,43 @@ void tile_int8(const TileArgs& a) {
         if constexpr (kMin) m = load_f16(reinterpret_cast<const uint16_t*>(s + 32));
         s += kMin ? 64 : 32;
       }
-      const uint8_t* aux = x + N * (36 + 4 * part);
-#pragma GCC unroll 4
-      for (int t0 = 0; t0 < N; t0 += kWave) {
-        Vi dot[kWave];
-#pragma GCC unroll 4
-        for (int t = 0; t < kWave; ++t) dot[t] = kMin || kSigned ? zero_i() : set1_i(i32_at(aux + 4 * (t0 + t)));
-        const auto* q = reinterpret_cast<const int8_t*>(x + t0 * 32 + 4 * part * kSteps);
-        if constexpr (kNarrow) {
-#pragma GCC unroll 4
-          for (int t = 0; t < kWave; ++t) dot[t] = dot_narrow<kSteps>(dot[t], v + part * kSteps, q + 32 * t);
-        } else {
 #pragma GCC unroll 8
-          for (int g = 0; g < kSteps; ++g)
+      for (int t0 = 0; t0 < N; t0 += kWave) {
+        Vf sum[kWave];
+#pragma GCC unroll 2
+        for (int part = group * kParts; part < (group + 1) * kParts; ++part) {
+          const uint8_t* origin = x + N * 32 + 4 * (kWords * t0 + part);
+          const uint8_t* start = kMin || kSigned ? origin : origin + 4 * kScales;
+          Vi dot[kWave];
 #pragma GCC unroll 4
-            for (int t = 0; t < kWave; ++t) dot[t] = dot4<kBits>(dot[t], v[part * kSteps + g], q + 32 * t + 4 * g);
+          for (int t = 0; t < kWave; ++t) dot[t] = set1_i(i32_at(start + 4 * kWords * t));
+          const auto* q = reinterpret_cast<const int8_t*>(x + t0 * 32 + 4 * part * kSteps);
+          if constexpr (kNarrow) {
+#pragma GCC unroll 4
+            for (int t = 0; t < kWave; ++t) dot[t] = dot_narrow<kSteps>(dot[t], v + part * kSteps, q + 32 * t);
+          } else {
+#pragma GCC unroll 8
+            for (int g = 0; g < kSteps; ++g)
+#pragma GCC unroll 4
+              for (int t = 0; t < kWave; ++t) dot[t] = dot4<kBits>(dot[t], v[part * kSteps + g], q + 32 * t + 4 * g);
+          }
+#pragma GCC unroll 4
+          for (int t = 0; t < kWave; ++t) {
+            const Vf f = sub(as_float(dot[t]), set1(f32_at(origin + 4 * kWords * t)));
+            sum[t] = part == group * kParts ? f : add(sum[t], f);
+          }
         }
+        const uint8_t* aux = x + N * 32 + 4 * (kWords * t0 + kScales + group);
 #pragma GCC unroll 4
         for (int t = 0; t < kWave; ++t) {
-          const Vf f = mul(to_float(dot[t]), set1(f32_at(x + N * 32 + 4 * (t0 + t))));
-          acc[t0 + t] = fma(f, d, acc[t0 + t]);
-          if constexpr (kMin) acc[t0 + t] = fma(m, set1(f32_at(aux + 4 * (t0 + t))), acc[t0 + t]);
+          acc[t0 + t] = fma(sum[t], d, acc[t0 + t]);
+          if constexpr (kMin) acc[t0 + t] = fma(m, set1(f32_at(aux + 4 * kWords * t)), acc[t0 + t]);
         }
       }
     }
   }
+#pragma GCC unroll 16
+  for (int t = 0; t < N; ++t) acc[t] = mul(acc[t], set1(f32_at(x + 4 * t)));
   store_tile(a, acc);
 }
 
@@ -247,30 +274,91 @@ void rms_norm(const float* x, const float* gain, float eps, int64_t n, float* y)
   for (; i < n; ++i) y[i] = x[i] * factor * gain[i];
 }
 
-void pack_int8(const float* x, int64_t n, int group_columns, int zero_point, int64_t group, int64_t t, uint8_t* out) {
-  const int parts = 32 / group_columns;
-  const int64_t record = group * (32 + 4 + 4 * parts);
-  for (int64_t c = 0; c < n; c += 32, out += record) {
-    const Vf a = load(x + c), b = load(x + c + 16);
-    const float amax = hmax(max(abs(a), abs(b)));
-    const float d = amax / 127.0f;
-    const Vf inverse = set1(amax > 0 ? 127.0f / amax : 0.0f);
-    const Vi qa = to_int(mul(a, inverse)), qb = to_int(mul(b, inverse));
-    auto* q = reinterpret_cast<int8_t*>(out + 32 * t);
-    const int32_t sums[2] = {store_i8(q, qa), store_i8(q + 16, qb)};
-    __builtin_memcpy(out + 32 * group + 4 * t, &d, 4);
-    for (int part = 0; part < parts; ++part) {
-      const int32_t sum = parts == 1 ? sums[0] + sums[1] : sums[part];
-      uint8_t* at = out + group * (36 + 4 * part) + 4 * t;
-      if (zero_point) {
-        const int32_t v = -zero_point * sum;
-        __builtin_memcpy(at, &v, 4);
+// Factors that a row's scales may have: 2^(i/16).
+constexpr float kFactors[16] = {1.0f,       1.0442737f, 1.0905077f, 1.1387886f, 1.1892071f, 1.2418578f,
+                                1.2968396f, 1.3542556f, 1.4142135f, 1.4768262f, 1.5422108f, 1.6104903f,
+                                1.6817929f, 1.7562522f, 1.8340081f, 1.9152066f};
+
+// Where the least of sixteen values is; they are not kept. The one of a pair in which both are equal that comes first.
+inline int least_of_16(float (&v)[16]) {
+  int at[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+  for (int half = 8; half; half /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) {
+      const bool less = v[i + half] < v[i];
+      at[i] = less ? at[i + half] : at[i];
+      v[i] = less ? v[i + half] : v[i];
+    }
+  return at[0];
+}
+
+// Row `t` of a group: x, [n] floats, n a multiple of 32, `work` room for 4 (n / 16 + 16) floats.
+//
+// A run of 16 columns has the scale f 2^e: f is the row's, e the least with which no value rounds to more than 127. Of
+// sixteen factors that one is taken by which the squares of the scales, that is the noise of rounding, are least. Under
+// 2^-126 scales no longer shrink; a run with values over 2^110 or none makes the row's results none either.
+void pack_int8(const float* x, int64_t n, ActKind kind, int64_t group, int64_t t, uint8_t* out, float* work) {
+  const int64_t runs = n / kScaleColumns, room = runs + 16;
+  float *most = work, *inverse = work + room, *scale = work + 2 * room;
+  auto* sums = reinterpret_cast<int32_t*>(work + 3 * room);
+  const int sums_per_block = kind.zero ? kScalesPerBlock : 32 / kind.group;
+  const int64_t record = group * (32 + 4 * (kScalesPerBlock + sums_per_block));
+  alignas(64) float last[64] = {};
+  int8_t unused[32];
+  const auto columns = [&](int64_t c) -> const float* {
+    if (c + 64 <= n) return x + c;
+    for (int i = 0; i < 32; i += 16) store(last + i, load(x + c + i));
+    return last;
+  };
+
+  const Vf factors = load(kFactors), steps = div(set1(128.0f / 127.49f), factors);
+  Vf noise[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
+  for (int64_t c = 0; c < n; c += 64) {
+    float* m = most + c / kScaleColumns;
+    maxima(columns(c), m);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const Vf power = power_of_two(mul(set1(m[i]), steps));
+      noise[i] = fma(power, power, noise[i]);
+    }
+  }
+  alignas(64) float noises[16], step[16];
+  store(noises, mul(add(add(noise[0], noise[1]), add(noise[2], noise[3])), mul(factors, factors)));
+  store(step, steps);
+  const int best = least_of_16(noises);
+  const float factor = kFactors[best];
+
+  for (int64_t i = 0; i < runs; i += 16) {
+    const Vf power = min(max(power_of_two(mul(load(most + i), set1(step[best]))), set1(0x1p-120f)), set1(0x1p111f));
+    store(inverse + i, div(set1(0x1p6f * (127.49f / 128) * step[best]), power));
+    store(scale + i, mul(power, set1(0x1p-6f)));
+    store(most + i, mul(power, set1(0x1.8p17f)));  // the origin: 1.5 * 2^23 scales
+  }
+  for (int64_t c = 0; c < n; c += 64) {
+    auto* q = reinterpret_cast<int8_t*>(out + c / 32 * record + 32 * t);
+    quantise(columns(c), inverse + c / kScaleColumns, q, c + 64 <= n ? q + record : unused, sums + c / kScaleColumns);
+  }
+  uint8_t* at = out + 32 * group + t * 4 * (kScalesPerBlock + sums_per_block);
+  for (int64_t i = 0; i < runs; i += kScalesPerBlock, at += record) {
+    __builtin_memcpy(at, most + i, 4 * kScalesPerBlock);
+    uint8_t* auxiliary = at + 4 * kScalesPerBlock;
+    if (kind.zero) {
+      int32_t starts[kScalesPerBlock];
+      for (int k = 0; k < kScalesPerBlock; ++k) starts[k] = i32_of(most[i + k]) - kind.zero * sums[i + k];
+      __builtin_memcpy(auxiliary, starts, sizeof starts);
+    } else {
+      float values[kScalesPerBlock];
+      for (int k = 0; k < kScalesPerBlock; ++k) values[k] = scale[i + k] * static_cast<float>(sums[i + k]);
+      if (sums_per_block == 1) {
+        values[0] += values[1];
+        __builtin_memcpy(auxiliary, values, sizeof values[0]);
       } else {
-        const float v = d * static_cast<float>(sum);
-        __builtin_memcpy(at, &v, 4);
+        __builtin_memcpy(auxiliary, values, sizeof values);
       }
     }
   }
+  __builtin_memcpy(out + n / 32 * record + 4 * t, &factor, 4);
 }
 
 inline uint16_t round_bf16(float v) {
@@ -280,9 +368,9 @@ inline uint16_t round_bf16(float v) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-void pack_act(ActKind kind, const float* x, int64_t n, int64_t group, int64_t t, uint8_t* out) {
+void pack_act(ActKind kind, const float* x, int64_t n, int64_t group, int64_t t, uint8_t* out, float* work) {
   if (kind.type == ActKind::Int8) {
-    pack_int8(x, n, kind.group, kind.zero, group, t, out);
+    pack_int8(x, (n + 31) / 32 * 32, kind, group, t, out, work);
   } else if (kind.type == ActKind::BFloat16) {
     for (int64_t c = 0; c < n; c += 2) {
       const uint16_t two[2] = {round_bf16(x[c]), c + 1 < n ? round_bf16(x[c + 1]) : uint16_t{0}};

@@ -272,7 +272,8 @@ class CpuOps final : public Ops {
     const int64_t padded = (x.dim + 31) / 32 * 32;
     const auto pack = [&](int64_t first, int64_t last) {
       thread_local std::vector<float> memory;
-      if (static_cast<int64_t>(memory.size()) < padded) memory.resize(static_cast<size_t>(padded));
+      const int64_t floats = padded + pack_floats(padded);
+      if (static_cast<int64_t>(memory.size()) < floats) memory.resize(static_cast<size_t>(floats));
       for (int64_t i = first; i < last; ++i) {
         const Group& g = groups_[static_cast<size_t>(i)];
         for (int64_t t = 0; t < g.tokens; ++t) {
@@ -282,7 +283,8 @@ class CpuOps final : public Ops {
             row = memory.data();
           }
           for (size_t k = 0; k < act_at_.size(); ++k)
-            kernels_.pack_act(w.acts()[k], row, x.dim, g.tokens, t, act + act_at_[k] + g.first * act_per_token_[k]);
+            kernels_.pack_act(w.acts()[k], row, x.dim, g.tokens, t, act + act_at_[k] + g.first * act_per_token_[k],
+                              memory.data() + padded);
         }
       }
     };
@@ -473,7 +475,7 @@ bool runs_neon() {
 }  // namespace
 
 int64_t act_bytes(ActKind kind, int64_t cols) {
-  if (kind.type == ActKind::Int8) return (cols + 31) / 32 * (36 + 4 * (32 / kind.group));
+  if (kind.type == ActKind::Int8) return (cols + 31) / 32 * (32 + 4 * (kScalesPerBlock + (kind.zero ? kScalesPerBlock : 32 / kind.group))) + 4;
   return kind.type == ActKind::BFloat16 ? (cols + 1) / 2 * 4 : cols * 4;
 }
 

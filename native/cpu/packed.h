@@ -58,11 +58,11 @@ enum class TileKind : uint8_t {
   Count,
 };
 
-// How a kernel wants its activations (see activations.h for the layout).
+// How a kernel wants its activations (see kernels.h for the layout).
 struct ActKind {
   enum Type : uint8_t { Int8, BFloat16, Float32 } type = Int8;
-  uint8_t group = 32;  // Int8: columns per auxiliary sum
-  uint8_t zero = 0;    // Int8: zero point; 0: the auxiliary is d * sum (for minimums), else -zero * sum
+  uint8_t group = 32;  // Int8: columns per sum for a minimum
+  uint8_t zero = 0;    // Int8: zero point; 0: weights have minimums
   bool operator==(const ActKind&) const = default;
 };
 

@@ -100,14 +100,11 @@ inline float hmax(Vf x) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
 
-inline Vi zero_i() {
-  return {_mm256_setzero_si256(), _mm256_setzero_si256()};
-}
 inline Vi set1_i(int32_t v) {
   return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)};
 }
-inline Vf to_float(Vi x) {
-  return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
+inline Vf as_float(Vi x) {
+  return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)};
 }
 inline Vi to_int(Vf x) {
   return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)};
@@ -119,6 +116,10 @@ inline int32_t store_i8(int8_t* p, Vi x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
   const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
   return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
+}
+inline Vf power_of_two(Vf x) {
+  const __m256 exponent = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000));
+  return {_mm256_and_ps(x.a, exponent), _mm256_and_ps(x.b, exponent)};
 }
 inline Vf exp2_int(Vi n) {
   const __m256i bias = _mm256_set1_epi32(127);
@@ -220,3 +221,5 @@ inline void prefetch(const void* p) {
 
 }  // namespace
 }  // namespace ds4::cpu
+
+#include "cpu/simd_runs.h"

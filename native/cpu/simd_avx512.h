@@ -81,28 +81,43 @@ inline float hmax(Vf a) {
   return _mm512_reduce_max_ps(a);
 }
 
-inline Vi zero_i() {
-  return _mm512_setzero_si512();
-}
 inline Vi set1_i(int32_t v) {
   return _mm512_set1_epi32(v);
 }
-inline Vf to_float(Vi v) {
-  return _mm512_cvtepi32_ps(v);
+inline Vf as_float(Vi v) {
+  return _mm512_castsi512_ps(v);
 }
 inline Vi to_int(Vf v) {
   return _mm512_cvtps_epi32(v);
 }  // to nearest even
-// Sum of sixteen signed bytes: the sum of absolute differences adds eight unsigned ones at a time.
-inline int32_t sum_bytes(__m128i v) {
-  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(v, _mm_set1_epi8(-128)), _mm_setzero_si128());
-  return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
+// most[i] = the largest magnitude of x[16 i ..], i < 4.
+inline void maxima(const float* x, float* most) {
+  const Vf a = abs(load(x)), b = abs(load(x + 16)), c = abs(load(x + 32)), d = abs(load(x + 48));
+  const Vf ab = max(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Vf cd = max(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  // Every quarter of `all` has one value of each run.
+  const Vf all = max(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(most, _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
-// Stores the lanes as bytes and returns their sum; |v| <= 127.
-inline int32_t store_i8(int8_t* p, Vi v) {
-  const __m128i bytes = _mm512_cvtsepi32_epi8(v);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
-  return sum_bytes(bytes);
+// x[16 i ..] times inverse[i], i < 4, as bytes to q0 [32] and q1 [32]; sums[i]: of the bytes. |x inverse| < 127.5.
+inline void quantise(const float* x, const float* inverse, int8_t* q0, int8_t* q1, int32_t* sums) {
+  const Vi a = to_int(mul(load(x), set1(inverse[0]))), b = to_int(mul(load(x + 16), set1(inverse[1])));
+  const Vi c = to_int(mul(load(x + 32), set1(inverse[2]))), d = to_int(mul(load(x + 48), set1(inverse[3])));
+  // Packing works per quarter: each has four bytes of every run.
+  const __m512i quarters = _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes = _mm512_permutexvar_epi32(order, quarters);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q0), _mm512_castsi512_si256(bytes));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q1), _mm512_extracti64x4_epi64(bytes, 1));
+  const __m512i fours = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), quarters);
+  const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(fours), _mm512_extracti64x4_epi64(fours, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(sums),
+                   _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+}
+// The largest power of two that is at most v, for normal v > 0.
+inline Vf power_of_two(Vf v) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7f800000)));
 }
 // 2^n, n in [-126, 127].
 inline Vf exp2_int(Vi n) {
@@ -143,9 +158,12 @@ inline Vb lookup(Vb index, const uint8_t* table) {
 // acc[row] += sum of 4 products, u8 weights by i8 activations; exact. BITS: of the weights.
 template <int BITS>
 inline Vi dot4(Vi acc, Vb w, const int8_t* x) {
-  int32_t four;
-  __builtin_memcpy(&four, x, 4);
-  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
+  // Spelled out: GCC 12 makes two instructions of it, a broadcast to a register and the product.
+  struct Four {
+    int8_t x[4];
+  };
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*reinterpret_cast<const Four*>(x)));
+  return acc;
 }
 // acc[row] += w[2k] x[2k] + w[2k + 1] x[2k + 1], bf16 operands, two columns per call.
 inline Vf dot2_bf16(Vf acc, const uint8_t* w, const uint8_t* x) {

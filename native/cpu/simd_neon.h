@@ -107,11 +107,8 @@ inline float hmax(Vf a) {
 inline Vi set1_i(int32_t x) {
   return each_i([=](int) { return vdupq_n_s32(x); });
 }
-inline Vi zero_i() {
-  return set1_i(0);
-}
-inline Vf to_float(Vi a) {
-  return each([&](int i) { return vcvtq_f32_s32(a.v[i]); });
+inline Vf as_float(Vi a) {
+  return each([&](int i) { return vreinterpretq_f32_s32(a.v[i]); });
 }
 inline Vi to_int(Vf a) {
   return each_i([&](int i) { return vcvtnq_s32_f32(a.v[i]); });
@@ -122,6 +119,11 @@ inline int32_t store_i8(int8_t* p, Vi a) {
   const int8x16_t bytes = vcombine_s8(vqmovn_s16(low), vqmovn_s16(high));
   vst1q_s8(p, bytes);
   return vaddlvq_s8(bytes);
+}
+inline Vf power_of_two(Vf a) {
+  return each([&](int i) {
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v[i]), vdupq_n_u32(0x7f800000)));
+  });
 }
 inline Vf exp2_int(Vi n) {
   return each([&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23)); });
@@ -196,3 +198,5 @@ inline void prefetch(const void* p) {
 
 }  // namespace
 }  // namespace ds4::cpu
+
+#include "cpu/simd_runs.h"

@@ -93,14 +93,11 @@ inline float hmax(Vf a) {
   return m;
 }
 
-inline Vi zero_i() {
-  return Vi{};
-}
 inline Vi set1_i(int32_t x) {
   return Vi{} + x;
 }
-inline Vf to_float(Vi a) {
-  return __builtin_convertvector(a, Vf);
+inline Vf as_float(Vi a) {
+  return reinterpret_cast<Vf>(a);
 }
 // Values outside the range of the conversion (NaN, infinities from bad weights) become 0 rather than undefined.
 inline Vi to_int(Vf a) {
@@ -112,6 +109,9 @@ inline int32_t store_i8(int8_t* p, Vi a) {
 #pragma GCC unroll 1
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a[i]), sum += p[i];
   return sum;
+}
+inline Vf power_of_two(Vf a) {
+  return reinterpret_cast<Vf>(reinterpret_cast<Vb>(a) & 0x7f800000u);
 }
 inline Vf exp2_int(Vi n) {
   return reinterpret_cast<Vf>((n + 127) << 23);
@@ -172,3 +172,5 @@ inline void prefetch(const void*) {}
 
 }  // namespace
 }  // namespace ds4::cpu
+
+#include "cpu/simd_runs.h"

@@ -78,10 +78,13 @@ def normal(rng: np.random.Generator, *shape: int) -> Array:
 
 
 def on_grid(x: Array) -> Array:
-    """x with every run of 32 columns rounded to 127 steps of its largest magnitude."""
-    blocks = x.reshape(*x.shape[:-1], -1, 32)
-    d = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
-    return (np.rint(blocks / np.where(d > 0, d, 1)) * d).astype(np.float32).reshape(x.shape)
+    """x with every run of 16 columns rounded to 127 steps of a power of two, the largest magnitude to the last step:
+    what the kernels round to without a loss.
+    """
+    runs = x.reshape(*x.shape[:-1], -1, 16)
+    most = np.abs(runs).max(-1, keepdims=True)
+    step = np.exp2(np.floor(np.log2(most)) - 6)
+    return (np.rint(runs * (127 / most)) * step).astype(np.float32).reshape(x.shape)
 
 
 def vector(x: Array) -> tuple[npt.NDArray[np.uint8], int, int, int]:
@@ -178,7 +181,7 @@ def test_largest_codes(ops: _cpu.Ops, rng: np.random.Generator, type_name: str) 
     """Weights at the ends of their codes against activations at the ends of theirs: no sum in between saturates."""
     cols = 256
     signs = np.array([[1.0], [-1.0]]) * np.stack([np.ones(cols), (-1.0) ** np.arange(cols)])[:, None]
-    x = signs.reshape(-1, cols).astype(np.float32)
+    x = 127 * signs.reshape(-1, cols).astype(np.float32)
     for fill in (0x00, 0x7F, 0x80, 0xFF):
         w = Matrix(rng, type_name, 16, cols)
         bytes_ = w.part[0].reshape(-1, _cpu.row_bytes(Q[type_name], BLOCK[type_name]))
@@ -213,7 +216,7 @@ def test_linear_swiglu(ops: _cpu.Ops, rng: np.random.Generator, type_name: str, 
     x = inputs(rng, type_name if up_type == type_name else "Q8_0", tokens, cols)
     if type_name == "BF16" and up_type != type_name:  # bf16 and the int8 grid: small whole numbers lie on both
         x = np.rint(rng.uniform(-127, 127, (tokens, cols))).astype(np.float32)
-        x[:, ::32] = 127
+        x[:, ::16] = 127
         x /= 64
     got, want = poisoned(tokens, rows), poisoned(tokens, rows)
     for o, y in ((ops, got), (reference, want)):
@@ -226,7 +229,7 @@ def test_stacked_types(ops: _cpu.Ops, rng: np.random.Generator) -> None:
     parts = [Matrix(rng, str(t), int(rng.integers(1, 40)), 512).part for t in types]
     rows = sum(p[2] for p in parts)
     x = np.rint(rng.uniform(-127, 127, (23, 512))).astype(np.float32)
-    x[:, ::32] = 127
+    x[:, ::16] = 127
     got, want = poisoned(23, rows), poisoned(23, rows)
     for o, y in ((ops, got), (reference, want)):
         o.linear(o.load(parts), x, y)
@@ -277,8 +280,8 @@ def test_zero_rows_and_extreme_activations(ops: _cpu.Ops, rng: np.random.Generat
         header = 4 if type_name.endswith("_1") else 2
         data = np.full((32, 4, block_bytes), 0x80 if type_name == "Q8_0" else 0xFF, np.uint8)
         data[:, :, :header] = np.tile(np.float16(1).reshape(1).view(np.uint8), header // 2)
-        x = np.ones((5, 128), np.float32)
-        x[1], x[2, ::2], x[3] = -1, -1, 0
+        x = np.full((5, 128), 127, np.float32)
+        x[1], x[2, ::2], x[3] = -127, -127, 0
         got, want = poisoned(5, 32), poisoned(5, 32)
         for o, y in ((ops, got), (reference, want)):
             o.linear(o.load([(data.reshape(-1), int(Q[type_name]), 32, 128)]), x, y)
