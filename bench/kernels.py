@@ -42,8 +42,8 @@ REASONS = {
     "attention many": "softmax (a tenth), widening of pages to f32 (4 %), keys computed beyond the diagonal",
     "rope": "scalar stores of transposed keys",
 }
-# Multiplications beside the dot products of 32 columns and one token: scale of the block, of the activation, minimum.
-TAIL = {"Q4_1": 3, "Q5_1": 3, "Q4_K": 3, "Q5_K": 3}
+# Multiplications beside the dot products of 32 columns and one token: scale of the block, minimum.
+TAIL = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2, "Q6_K": 2, "Q3_K": 2, "Q2_K": 4}
 
 LAYERS, WIDTH, HIDDEN, Q_HEADS, KV_HEADS, HEAD, VOCAB = 30, 576, 1536, 9, 3, 64, 49152
 PEAK_OF = {"BF16": "bf16", "F16": "f32", "F32": "f32"}
@@ -69,7 +69,7 @@ class Line:
         if kind == "rope":
             return REASONS[kind]
         width = "one" if self.rows == 1 else "few" if self.rows <= 32 else "many"
-        tail = TAIL.get(type_name, 2)
+        tail = TAIL.get(type_name, 1)
         text = REASONS[f"{'attention' if kind == 'attention' else 'product'} {width}"]
         return text.format(dots=8, tail=tail, bound=8 / (8 + tail))
 

@@ -72,8 +72,8 @@ struct Kernels {
 
   // y = x * rsqrt(mean(x^2) + eps) * gain.
   void (*rms_norm)(const float* x, const float* gain, float eps, int64_t n, float* y);
-  // Writes token `t` of a group of `group` tokens; `x` is readable up to the next multiple of 32, zeros beyond n; `work`
-  // is room for pack_floats(n).
+  // Writes token `t` of a group of `group` tokens; `x` is readable up to the next multiple of 32, zeros beyond n;
+  // `work` is room for pack_floats(n).
   void (*pack_act)(ActKind kind, const float* x, int64_t n, int64_t group, int64_t t, uint8_t* out, float* work);
   // y = silu(min(g, limit)) * clamp(u, +-limit).
   void (*swiglu)(const float* g, const float* u, int64_t n, float limit, float* y);

@@ -66,15 +66,15 @@ __attribute__((always_inline)) inline void store_tile(const TileArgs& a, const V
 template <TileKind K, int N>
 void tile_int8(const TileArgs& a) {
   constexpr bool kMin = is_min(K);
-constexpr int kScales = kScalesPerBlock;     // of the activations, per block
-  constexpr int kGroups = is_group16(K) ? 2 : 1;   // of the weights, per block
+  constexpr int kScales = kScalesPerBlock;        // of the activations, per block
+  constexpr int kGroups = is_group16(K) ? 2 : 1;  // of the weights, per block
   static_assert(kScales >= kGroups);
   constexpr int kParts = kScales / kGroups;
-  constexpr int kSteps = 8 / kScales;              // 4-column steps per scale
+  constexpr int kSteps = 8 / kScales;  // 4-column steps per scale
   constexpr int kBits = value_bits(K);
   constexpr bool kSigned = kBits == 8 && kSignedBytes;  // then the zero point is gone
   constexpr bool kNarrow = kBits == 4 && kNarrowSums;
-  constexpr int kWave = N < 2 ? N : 2;  // tokens whose sums run side by side
+  constexpr int kWave = N < 2 ? N : 2;                          // tokens whose sums run side by side
   constexpr int kWords = kScales + (kMin ? kGroups : kScales);  // of a token beside its values
   constexpr int64_t kRecord = N * (32 + 4 * kWords);
   Vf acc[N];

@@ -5,8 +5,10 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <span>
 
@@ -162,15 +164,15 @@ class CpuOps final : public Ops {
     const PackedWeight& w = packed(weight);
     require(x.n == y.n && x.dim == w.cols() && 2 * y.dim == w.rows(), "linear_swiglu shapes");
     require(w.use() == WeightUse::SwiGLU, "linear_swiglu: a weight loaded for another use");
-    prepare(w, x, norm);
+    prepare(w, x, norm, y);
     const Segment &gate = w.segments()[0], &up = w.segments()[1];
-    over_tiles(gate.tiles, w.cols(), [&](int64_t tile, std::span<const Group> groups) {
+    over_tiles(gate.tiles, w.cols(), [&](const uint8_t* act, int64_t tile, std::span<const Group> groups) {
       alignas(64) float g[16 * 16], u[16 * 16];
       const int64_t n = std::min(kTileRows, gate.rows - tile * kTileRows);
       for (const Group& group : groups) {
         fetch_rows(y, group, tile * kTileRows);
-        run_tile(gate, tile, group, w.cols(), &group == groups.data(), {g});
-        run_tile(up, tile, group, w.cols(), &group == groups.data(), {u});
+        run_tile(act, gate, tile, group, w.cols(), &group == groups.data(), {g});
+        run_tile(act, up, tile, group, w.cols(), &group == groups.data(), {u});
         kernels_.swiglu(g, u, 16 * group.tokens, limit, g);
         for (int64_t t = 0; t < group.tokens; ++t)
           copy_lanes(g + 16 * t, n, row_of(y, group.first + t) + tile * kTileRows);
@@ -246,9 +248,10 @@ class CpuOps final : public Ops {
     int size_index = 0;
   };
 
-  // Cuts the rows into groups and writes their activations in every kind that `w` wants.
-  void prepare(const PackedWeight& w, Tensor x, const Norm* norm) {
-    const float* gain = norm ? gain_of(*norm, x.dim) : nullptr;
+  // Cuts the rows into groups and lays out their activations in every kind that `w` wants. Those of many rows are
+  // packed here, all threads sharing the work; few rows are packed by each thread for itself when it begins with the
+  // product, which takes as long as packing on one thread and saves reading what another core has written.
+  void prepare(const PackedWeight& w, Tensor x, const Norm* norm, Tensor y) {
     groups_.clear();
     for (int64_t t = 0; t < x.n;) {
       int i = kGroupCount - 1;
@@ -258,6 +261,7 @@ class CpuOps final : public Ops {
     }
     const auto& segments = w.segments();  // packs a vector at its first use as a matrix: before acts()
     (void)segments;
+    rows_ = {x, w.acts(), norm ? gain_of(*norm, x.dim) : nullptr, norm ? norm->eps : 0.0f};
     act_at_.clear();
     act_per_token_.clear();
     int64_t bytes = 0;
@@ -267,35 +271,56 @@ class CpuOps final : public Ops {
       bytes += (act_per_token_.back() * x.n + 63) / 64 * 64;
     }
     // Broadcasts at the end of the last record may not read past the buffer; vector loads never touch it.
-    if (static_cast<int64_t>(act_.size()) < bytes + 64) act_ = HugeBuffer(static_cast<size_t>(bytes + 64));
+    act_size_ = static_cast<size_t>(bytes + 64);
+    static std::atomic<uint64_t> products{0};
+    product_ = x.n <= kGroupSizes[kGroupCount - 1] && !overlap(x, y) ? ++products : 0;
+    if (product_) return;
+    if (act_.size() < act_size_) act_ = HugeBuffer(act_size_);
     auto* act = reinterpret_cast<uint8_t*>(act_.data());
-    const int64_t padded = (x.dim + 31) / 32 * 32;
-    const auto pack = [&](int64_t first, int64_t last) {
-      thread_local std::vector<float> memory;
-      const int64_t floats = padded + pack_floats(padded);
-      if (static_cast<int64_t>(memory.size()) < floats) memory.resize(static_cast<size_t>(floats));
-      for (int64_t i = first; i < last; ++i) {
-        const Group& g = groups_[static_cast<size_t>(i)];
-        for (int64_t t = 0; t < g.tokens; ++t) {
-          const float* row = row_of(x, g.first + t);
-          if (gain) {
-            kernels_.rms_norm(row, gain, norm->eps, x.dim, memory.data());
-            row = memory.data();
-          }
-          for (size_t k = 0; k < act_at_.size(); ++k)
-            kernels_.pack_act(w.acts()[k], row, x.dim, g.tokens, t, act + act_at_[k] + g.first * act_per_token_[k],
-                              memory.data() + padded);
-        }
-      }
-    };
-    const auto n = static_cast<int64_t>(groups_.size());
-    if (x.n < kParallelRows)
-      pack(0, n);
-    else
-      pool_.run(n, 1, pack);
+    pool_.run(static_cast<int64_t>(groups_.size()), 1,
+              [&](int64_t first, int64_t last) { pack_groups(first, last, act); });
   }
 
-  // Calls body(tile, groups) for all tiles and all groups, the groups in runs whose activations stay cached.
+  static bool overlap(const Tensor& x, const Tensor& y) {
+    const auto end = [](const Tensor& t) { return t.data + (t.n - 1) * t.stride + t.dim; };
+    return x.n && y.n && std::less<>()(x.data, end(y)) && std::less<>()(y.data, end(x));
+  }
+
+  void pack_groups(int64_t first, int64_t last, uint8_t* act) const {
+    const int64_t padded = (rows_.x.dim + 31) / 32 * 32;
+    thread_local std::vector<float> memory;
+    const auto floats = static_cast<size_t>(padded + pack_floats(padded));
+    if (memory.size() < floats) memory.resize(floats);
+    for (int64_t i = first; i < last; ++i) {
+      const Group& g = groups_[static_cast<size_t>(i)];
+      for (int64_t t = 0; t < g.tokens; ++t) {
+        const float* row = row_of(rows_.x, g.first + t);
+        if (rows_.gain) {
+          kernels_.rms_norm(row, rows_.gain, rows_.eps, rows_.x.dim, memory.data());
+          row = memory.data();
+        }
+        for (size_t k = 0; k < act_at_.size(); ++k)
+          kernels_.pack_act(rows_.kinds[k], row, rows_.x.dim, g.tokens, t,
+                            act + act_at_[k] + g.first * act_per_token_[k], memory.data() + padded);
+      }
+    }
+  }
+
+  // The packed rows of the product in progress, as this thread reads them.
+  const uint8_t* activations() const {
+    if (!product_) return reinterpret_cast<const uint8_t*>(act_.data());
+    thread_local HugeBuffer own;
+    thread_local uint64_t packed = 0;
+    if (packed != product_) {
+      if (own.size() < act_size_) own = HugeBuffer(act_size_);
+      pack_groups(0, static_cast<int64_t>(groups_.size()), reinterpret_cast<uint8_t*>(own.data()));
+      packed = product_;
+    }
+    return reinterpret_cast<const uint8_t*>(own.data());
+  }
+
+  // Calls body(activations, tile, groups) for all tiles and all groups, the groups in runs whose activations stay
+  // cached.
   template <class Body>
   void over_tiles(int64_t tiles, int64_t cols, Body&& body) {
     if (groups_.empty()) return;
@@ -306,9 +331,10 @@ class CpuOps final : public Ops {
     // A tile of few columns is less than a microsecond of reading: hand out several.
     const int64_t least = std::max<int64_t>(1, 2048 / std::max<int64_t>(cols * std::min<int64_t>(groups, 4), 1));
     pool_.run(runs * tiles, least, [&](int64_t first, int64_t last) {
+      const uint8_t* act = activations();
       for (int64_t i = first; i < last; ++i) {
         const int64_t run = i / tiles;
-        body(i % tiles,
+        body(act, i % tiles,
              std::span<const Group>(groups_).subspan(static_cast<size_t>(run * per_run),
                                                      static_cast<size_t>(std::min(per_run, groups - run * per_run))));
       }
@@ -322,13 +348,13 @@ class CpuOps final : public Ops {
     bool add = false;
   };
 
-  void run_tile(const Segment& s, int64_t tile, const Group& g, int64_t cols, bool ahead, Target to) const {
+  void run_tile(const uint8_t* act, const Segment& s, int64_t tile, const Group& g, int64_t cols, bool ahead,
+                Target to) const {
     TileArgs a;
     a.tile = s.data + tile * s.tile_stride;
     a.scales = a.tile + s.scales_at;
     a.table = s.format.table;
-    a.act =
-        reinterpret_cast<const uint8_t*>(act_.data()) + act_at_[s.act_index] + g.first * act_per_token_[s.act_index];
+    a.act = act + act_at_[s.act_index] + g.first * act_per_token_[s.act_index];
     if (ahead) {
       const int64_t bytes = tile_bytes(s.format, cols);
       a.ahead = a.tile + kPrefetchBytes;
@@ -381,11 +407,11 @@ class CpuOps final : public Ops {
 
   // y = W x, plus `bias` or what is in y.
   void multiply(const PackedWeight& w, Tensor x, const Norm* norm, Tensor y, const float* bias, bool add) {
-    prepare(w, x, norm);
+    prepare(w, x, norm, y);
     const std::vector<Segment>& segments = w.segments();
     int64_t tiles = 0;
     for (const Segment& s : segments) tiles += s.tiles;
-    over_tiles(tiles, w.cols(), [&](int64_t tile, std::span<const Group> groups) {
+    over_tiles(tiles, w.cols(), [&](const uint8_t* act, int64_t tile, std::span<const Group> groups) {
       const Segment* s = segments.data();
       while (tile >= s->tiles) tile -= (s++)->tiles;
       alignas(64) float sums[16 * 16];
@@ -394,10 +420,10 @@ class CpuOps final : public Ops {
         fetch_rows(y, g, row);
         float* to = row_of(y, g.first) + row;
         if (n == kTileRows && !bias) {
-          run_tile(*s, tile, g, w.cols(), &g == groups.data(), {to, y.stride, add});
+          run_tile(act, *s, tile, g, w.cols(), &g == groups.data(), {to, y.stride, add});
           continue;
         }
-        run_tile(*s, tile, g, w.cols(), &g == groups.data(), {sums});
+        run_tile(act, *s, tile, g, w.cols(), &g == groups.data(), {sums});
         for (int64_t t = 0; t < g.tokens; ++t)
           for (int64_t i = 0; i < n; ++i) {
             float& at = to[t * y.stride + i];
@@ -436,9 +462,18 @@ class CpuOps final : public Ops {
   Arena arena_;
   std::unique_ptr<LatentOps> latent_;
   // Of the product in progress; members so that their memory is kept.
+  struct Rows {
+    Tensor x;
+    std::span<const ActKind> kinds;
+    const float* gain = nullptr;
+    float eps = 0;
+  };
+  Rows rows_;
   std::vector<Group> groups_;
   std::vector<int64_t> act_at_, act_per_token_;
-  HugeBuffer act_;
+  size_t act_size_ = 0;
+  uint64_t product_ = 0;  // its number where each thread packs its rows itself, unique in the process; else 0
+  HugeBuffer act_;        // rows packed for all threads
 };
 
 bool runs_avx2() {
@@ -475,7 +510,8 @@ bool runs_neon() {
 }  // namespace
 
 int64_t act_bytes(ActKind kind, int64_t cols) {
-  if (kind.type == ActKind::Int8) return (cols + 31) / 32 * (32 + 4 * (kScalesPerBlock + (kind.zero ? kScalesPerBlock : 32 / kind.group))) + 4;
+  if (kind.type == ActKind::Int8)
+    return (cols + 31) / 32 * (32 + 4 * (kScalesPerBlock + (kind.zero ? kScalesPerBlock : 32 / kind.group))) + 4;
   return kind.type == ActKind::BFloat16 ? (cols + 1) / 2 * 4 : cols * 4;
 }
 

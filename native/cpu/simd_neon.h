@@ -121,9 +121,8 @@ inline int32_t store_i8(int8_t* p, Vi a) {
   return vaddlvq_s8(bytes);
 }
 inline Vf power_of_two(Vf a) {
-  return each([&](int i) {
-    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v[i]), vdupq_n_u32(0x7f800000)));
-  });
+  return each(
+      [&](int i) { return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v[i]), vdupq_n_u32(0x7f800000))); });
 }
 inline Vf exp2_int(Vi n) {
   return each([&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n.v[i], vdupq_n_s32(127)), 23)); });

@@ -176,6 +176,47 @@ def test_linear_of_a_norm(ops: _cpu.Ops, rng: np.random.Generator, type_name: st
         assert rms < INT8_RMS and most < INT8_MAX
 
 
+def rounded(ops: _cpu.Ops, x: Array) -> Array:
+    """What the kernels make of activations: their product with a matrix of ones on the diagonal."""
+    cols = x.shape[1]
+    blocks = np.zeros((cols, cols // 32, 34), np.uint8)
+    blocks[:, :, :2] = np.float16(1).reshape(1).view(np.uint8)
+    blocks[np.arange(cols), np.arange(cols) // 32, 2 + np.arange(cols) % 32] = 1
+    y = poisoned(*x.shape)
+    ops.linear(ops.load([(blocks.reshape(-1), int(Q.Q8_0), cols, cols)]), x, y)
+    return y
+
+
+def test_activations_are_rounded_by_runs_of_16(ops: _cpu.Ops, rng: np.random.Generator) -> None:
+    """A value is off by half a step at most, and a step is under 2 / 127 of its run's largest value. A row's noise is
+    about that of 127 steps for 32 columns, more where its runs are alike, less where few are large.
+    """
+    for cols in (32, 96, 544):
+        x = normal(rng, 19, cols) ** 3
+        x *= np.exp2(rng.integers(-20, 20, (19, cols // 16))).astype(np.float32).repeat(16, 1)
+        x[3], x[4, :16] = 0, 0
+        error = np.abs(rounded(ops, x) - x).reshape(19, -1, 16)
+        most = np.abs(x).reshape(19, -1, 16).max(-1, keepdims=True)
+        assert (error <= most / 127).all()
+        assert not error[3].any()
+    for power, most_noise in ((1, 1.7), (3, 1.2)):  # the square of the noise against that of 127 steps for 32 columns
+        x = normal(rng, 64, 544) ** power
+        blocks = x.reshape(64, -1, 32)
+        step = np.abs(blocks).max(-1, keepdims=True) / 127
+        plain = np.rint(blocks / step) * step - blocks
+        assert np.square(rounded(ops, x) - x).mean() < most_noise * np.square(plain).mean()
+
+
+def test_tiny_and_huge_activations(ops: _cpu.Ops) -> None:
+    x = np.zeros((4, 64), np.float32)
+    x[0], x[1], x[2], x[3] = 1e-30, 1e-42, 1e32, 3e38
+    y = rounded(ops, x)
+    assert np.abs(y[0] / x[0] - 1).max() < 0.01
+    assert np.abs(y[1]).max() < 1e-35
+    assert np.abs(y[2] / x[2] - 1).max() < 0.01
+    assert not np.isfinite(y[3]).any()  # beyond 2^110: never a wrong number
+
+
 @pytest.mark.parametrize("type_name", INT8)
 def test_largest_codes(ops: _cpu.Ops, rng: np.random.Generator, type_name: str) -> None:
     """Weights at the ends of their codes against activations at the ends of theirs: no sum in between saturates."""
