@@ -272,6 +272,9 @@ class Ops:
         """`use`: "linear", "precise", "swiglu" (gate, up), "embedding" or "tied"."""
 
     def new_state(self, specs: Sequence[StateSpec], capacity: int) -> OpsState: ...
+    def reset_scratch(self) -> None:
+        """What the next step does first."""
+
     def embed(self, table: OpsWeight, ids: Sequence[int], out: F32) -> None: ...
     def rms_norm(self, x: F32, gain: OpsWeight, eps: float, y: F32) -> None: ...
     def linear(

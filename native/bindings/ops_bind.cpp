@@ -227,6 +227,7 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("name", [](const BoundOps& o) { return o.ops->name(); })
       .def("load", &BoundOps::load, py::arg("parts"), py::arg("use") = "linear")
       .def("new_state", &BoundOps::new_state, py::arg("specs"), py::arg("capacity"))
+      .def("reset_scratch", [](const BoundOps& o) { o.ops->reset_scratch(); })
       .def("embed", &BoundOps::embed, py::arg("table"), py::arg("ids"), in("out"))
       .def("rms_norm", &BoundOps::rms_norm, in("x"), py::arg("gain"), py::arg("eps"), in("y"))
       .def("linear", &BoundOps::linear, py::arg("w"), in("x"), in("y"), py::arg("gain") = nullptr,

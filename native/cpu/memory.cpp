@@ -37,6 +37,12 @@ HugeBuffer::~HugeBuffer() {
   if (mapping_) munmap(mapping_, mapped_);
 }
 
+void HugeBuffer::forget() noexcept {
+#ifdef MADV_FREE
+  if (mapping_) madvise(mapping_, mapped_, MADV_FREE);
+#endif
+}
+
 std::shared_ptr<std::byte> SlabArena::take(size_t bytes) {
   if (bytes >= kSlab / 4) {
     auto own = std::make_shared<HugeBuffer>(bytes);

@@ -22,6 +22,9 @@ class HugeBuffer {
   HugeBuffer(const HugeBuffer&) = delete;
   HugeBuffer& operator=(const HugeBuffer&) = delete;
 
+  // The content is no longer needed: until it is written again the system may take the memory back, where it can.
+  void forget() noexcept;
+
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
 

@@ -105,7 +105,10 @@ class CpuOps final : public Ops {
     require(n >= 0 && dim > 0 && n <= (int64_t{1} << 40) / dim, "scratch of an impossible shape");
     return {arena_.take(n * dim), n, dim};
   }
-  void reset_scratch() override { arena_.reset(); }
+  void reset_scratch() override {
+    arena_.reset();
+    pools_.touch_ahead();
+  }
   size_t scratch_bytes() const override { return arena_.bytes() + act_.size(); }
   std::unique_ptr<State> new_state(std::span<const StateSpec> specs, int64_t capacity) override {
     return std::make_unique<PagedState>(specs, capacity, pools_);

@@ -10,7 +10,6 @@ namespace ds4::cpu {
 
 namespace {
 
-constexpr size_t kSlabBytes = size_t{16} << 20;
 // Rows of a page: of f16 Append buffers, which the attention kernels take by pages, and of all others, where small
 // pages keep short sessions small.
 constexpr int kAttentionShift = std::countr_zero(static_cast<uint64_t>(kPageRows));
@@ -20,90 +19,12 @@ size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
 }
 
-// Pages per slab: the number that leaves the smallest share of a slab outside of whole huge pages.
-size_t best_pages(size_t page_bytes) {
-  constexpr size_t kHuge = size_t{2} << 20, kSmall = size_t{64} << 10;
-  const auto outside = [&](size_t n) {
-    return static_cast<double>(n * page_bytes % kHuge) / static_cast<double>(n * page_bytes);
-  };
-  size_t best = std::max<size_t>(1, kSlabBytes / 2 / page_bytes);
-  if (page_bytes < kSmall) return best;
-  for (size_t n = best + 1; n * page_bytes <= kSlabBytes; ++n)
-    if (outside(n) < outside(best)) best = n;
-  return best;
-}
-
 }  // namespace
 
 size_t element_bytes(DType type) {
   if (block_elements(type) != 1) throw Unsupported(std::string("state: element type ") + dtype_name(type));
   return block_bytes(type);
 }
-
-// ---- pages
-
-PagePool::PagePool(size_t page_bytes) : page_bytes_(page_bytes), pages_per_slab_(best_pages(page_bytes)) {}
-
-PagePool::Page* PagePool::take() {
-  const std::lock_guard lock(mutex_);
-  Slab* slab = nullptr;
-  size_t hole = slabs_.size();
-  for (size_t i = 0; i < slabs_.size() && !slab; ++i) {
-    if (!slabs_[i])
-      hole = i;
-    else if (!slabs_[i]->free.empty())
-      slab = slabs_[i].get();
-  }
-  if (!slab) {
-    auto fresh = std::make_unique<Slab>();
-    fresh->memory = HugeBuffer(page_bytes_ * pages_per_slab_);
-    fresh->free.reserve(pages_per_slab_);
-    for (size_t i = pages_per_slab_; i-- > 0;) {
-      fresh->pages.push_back(std::make_unique<Page>(Page{fresh->memory.data() + i * page_bytes_, hole, 0}));
-      fresh->free.push_back(fresh->pages.back().get());
-    }
-    slab = fresh.get();
-    if (hole == slabs_.size())
-      slabs_.push_back(std::move(fresh));
-    else
-      slabs_[hole] = std::move(fresh);
-  }
-  Page* page = slab->free.back();
-  slab->free.pop_back();
-  page->owners = 1;
-  return page;
-}
-
-void PagePool::share(Page* page) {
-  const std::lock_guard lock(mutex_);
-  ++page->owners;
-}
-
-bool PagePool::shared(const Page* page) const {
-  const std::lock_guard lock(mutex_);
-  return page->owners > 1;
-}
-
-void PagePool::release(Page* page) {
-  const std::lock_guard lock(mutex_);
-  if (--page->owners > 0) return;
-  Slab& slab = *slabs_[page->slab];
-  slab.free.push_back(page);  // reserved for all pages: cannot throw
-  if (slab.free.size() < slab.pages.size()) return;
-  const auto empty = [](const auto& s) { return s && s->free.size() == s->pages.size(); };
-  if (std::count_if(slabs_.begin(), slabs_.end(), empty) > 1) slabs_[page->slab].reset();
-}
-
-std::shared_ptr<PagePool> PagePools::get(size_t page_bytes) {
-  std::erase_if(pools_, [](const auto& p) { return p.expired(); });
-  for (const auto& weak : pools_)
-    if (auto pool = weak.lock(); pool && pool->page_bytes() == page_bytes) return pool;
-  auto pool = std::make_shared<PagePool>(page_bytes);
-  pools_.push_back(pool);
-  return pool;
-}
-
-// ---- state
 
 PagedState::PagedState(std::span<const StateSpec> specs, int64_t capacity, PagePools& pools) : capacity_(capacity) {
   if (capacity <= 0) throw Invalid("state: capacity " + std::to_string(capacity) + " tokens");
@@ -145,19 +66,25 @@ PagedState::PagedState(std::span<const StateSpec> specs, int64_t capacity, PageP
     // Room for every page now, so that growing cannot fail between two buffers.
     g.pages.reserve(g.pages_for(g.rows_for(capacity)));
   }
+  for (Group& g : groups_) g.pool->expect(static_cast<int64_t>(g.pages_for(g.rows_for(capacity))));
 }
 
 PagedState::~PagedState() {
-  for (Group& g : groups_) resize(g, 0);
+  for (Group& g : groups_) {
+    resize(g, 0);
+    g.pool->expect(-static_cast<int64_t>(g.pages_for(g.rows_for(capacity_))));
+  }
 }
 
 void PagedState::resize(Group& g, size_t pages) {
   while (g.pages.size() > pages) {
     g.pool->release(g.pages.back());
     g.pages.pop_back();
+    if (g.pages.empty()) g.pool->holds(-1);
   }
   while (g.pages.size() < pages) {
     g.pages.push_back(g.pool->take());
+    if (g.pages.size() == 1) g.pool->holds(1);
     // Rows of a ring that nobody wrote are zeros.
     if (g.capacity) std::memset(g.pages.back()->data, 0, g.page_bytes);
   }
@@ -226,7 +153,9 @@ void PagedState::fork_from(const State& other, int64_t tokens) {
     throw;
   }
   for (size_t i = 0; i < groups_.size(); ++i) {
-    groups_[i].pages.swap(pages[i]);
+    Group& g = groups_[i];
+    g.pages.swap(pages[i]);
+    g.pool->holds(static_cast<int>(!g.pages.empty()) - static_cast<int>(!pages[i].empty()));
     for (PagePool::Page* p : pages[i]) groups_[i].pool->release(p);
   }
   for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].fixed.swap(fixed[i]);

@@ -16,51 +16,14 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "cpu/memory.h"
+#include "cpu/page_pool.h"
 #include "ops.h"
 
 namespace ds4::cpu {
-
-// Pages of one size, cut from huge-page slabs. Slabs that become empty are given back, except one. Thread safe.
-class PagePool {
- public:
-  explicit PagePool(size_t page_bytes);
-  struct Page {
-    std::byte* data = nullptr;
-    size_t slab = 0;
-    int64_t owners = 0;
-  };
-  size_t page_bytes() const { return page_bytes_; }
-  Page* take();  // one owner; throws std::bad_alloc
-  void share(Page* page);
-  void release(Page* page);
-  bool shared(const Page* page) const;
-
- private:
-  struct Slab {
-    HugeBuffer memory;
-    std::vector<std::unique_ptr<Page>> pages;
-    std::vector<Page*> free;
-  };
-  size_t page_bytes_;
-  size_t pages_per_slab_;
-  mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Slab>> slabs_;  // null where a slab was given back
-};
-
-// Page pools of a backend, by page size: sessions of one model use the same ones.
-class PagePools {
- public:
-  std::shared_ptr<PagePool> get(size_t page_bytes);
-
- private:
-  std::vector<std::weak_ptr<PagePool>> pools_;
-};
 
 class PagedState final : public State {
  public:
