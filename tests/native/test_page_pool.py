@@ -1,4 +1,4 @@
-"""Memory of session state: in memory before a step needs it, kept for the next session, never more than sessions hold."""
+"""Memory of session state: there before a step needs it, kept for the next session, never more than sessions hold."""
 
 from __future__ import annotations
 
