@@ -177,13 +177,16 @@ class Budget:
         self.cost = StepCost()
         self.streams = StepCost()
         """Its tokens are decode rows."""
+        self._late: dict[int, float] = {}
+        """Seconds of late steps that only decode, by their rows; not learned from yet, which is too much for each."""
         self._limits = limits
         self._first = min(first, limits.alone)
 
     def observe(self, prefill_tokens: int, decode_rows: int, seconds: float) -> None:
         """A step is done."""
         if not prefill_tokens:
-            self.streams.observe(decode_rows, seconds)
+            known = self._late.get(decode_rows, seconds)
+            self._late[decode_rows] = (3 * known + seconds) / 4
         elif prefill_tokens >= LEAST_TOKENS and decode_rows:
             self._observe_mixed(prefill_tokens, decode_rows, seconds)
         elif prefill_tokens >= LEAST_TOKENS:
@@ -191,8 +194,9 @@ class Budget:
 
     def _observe_mixed(self, prefill_tokens: int, decode_rows: int, seconds: float) -> None:
         """What the streams would have taken by themselves may or may not be part of the seconds."""
+        streams = self._decode_seconds(decode_rows)
         if self.streams.known:
-            self.cost.observe_between(prefill_tokens, seconds - self.streams.seconds(decode_rows), seconds)
+            self.cost.observe_between(prefill_tokens, seconds - streams, seconds)
         else:
             self.cost.observe(prefill_tokens + decode_rows, seconds)
 
@@ -213,7 +217,7 @@ class Budget:
         most = self._limits.beside
         if not self.cost.known:
             return most
-        seconds = max(MIXED_SECONDS, self.streams.seconds(decode_rows), MIXED_FIXED * self.cost.fixed_at_least)
+        seconds = max(MIXED_SECONDS, self._decode_seconds(decode_rows), MIXED_FIXED * self.cost.fixed_at_least)
         fits = self.cost.tokens_within(seconds, most)
         return min(most, max(fits // MIXED_GRAIN, 1) * MIXED_GRAIN)
 
@@ -230,6 +234,12 @@ class Budget:
     def worth_a_step(self, tokens: int) -> bool:
         """Does it take longer to evaluate so many prompt tokens than to make one more step?"""
         return not self.cost.known or tokens * self.cost.token >= self.cost.fixed
+
+    def _decode_seconds(self, rows: int) -> float:
+        for known, seconds in self._late.items():
+            self.streams.observe(known, seconds)
+        self._late.clear()
+        return self.streams.seconds(rows)
 
     def _alone_seconds(self) -> float:
         return max(self._limits.step_seconds, min(ALONE_FIXED * self.cost.fixed_at_least, ALONE_SECONDS))
