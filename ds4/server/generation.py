@@ -128,6 +128,7 @@ class Generation:
         "reuse",
         "sampler",
         "slot",
+        "waited",
     )  # fmt: skip
 
     def __init__(self, job: Job, slot: Slot, reuse: Reuse, engine: EngineLike, now: float) -> None:
@@ -139,6 +140,8 @@ class Generation:
         self.position = reuse.tokens
         """Prompt tokens that the session holds."""
         self.begun = False
+        self.waited = 0
+        """Tokens of a beginning that a neighbour was about to evaluate, for which it has waited a step."""
         self.restoring: Restoring | None = None
         """A checkpoint is being loaded into the session, which nobody else may touch."""
         self.cold = 0

@@ -478,7 +478,7 @@ class Scheduler:
         """Just before the first chunk: a neighbour may have evaluated more of the same prompt since the admission.
 
         False when it is about to do so in this very step, and the `waiting` jobs that have not begun do better to wait
-        for that.
+        for that. It waits for the same once: not every session can be forked where prompts part.
         """
         job, slot = generation.job, generation.slot
         # What was found at the admission stands until something is evaluated.
@@ -486,7 +486,8 @@ class Scheduler:
         reuse = NOTHING if known else probe(slot, Lookup(job.query, self.slots))
         for shared in _shared(plan, job):
             new = shared - reuse.tokens
-            if new > Fork.margin and self._budget.worth_a_step(new * waiting):
+            if new > Fork.margin and shared > generation.waited and self._budget.worth_a_step(new * waiting):
+                generation.waited = shared
                 return False
         if reuse.source is not None:
             reuse = materialise(slot, job.query, reuse)

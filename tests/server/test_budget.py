@@ -169,6 +169,7 @@ class Machine:
     beside: int
     slots: int = 16
     noise: float = 0.03
+    rewinds: bool = True
     steps: list[tuple[int, int, float]] = field(default_factory=list)
 
     def driver(self, seed: int = 0) -> Driver:
@@ -181,7 +182,7 @@ class Machine:
             self.steps.append((prompt, rows, seconds))
             return seconds
 
-        engine = ScriptedEngine(ENDLESS, slots=self.slots, cost=cost, sleep=clock.sleep)
+        engine = ScriptedEngine(ENDLESS, slots=self.slots, cost=cost, sleep=clock.sleep, rewinds=self.rewinds)
         return Driver(
             engine, slots=self.slots, clock=clock, prefill_quantum=self.chunk, mixed_prefill_quantum=self.beside
         )
@@ -194,8 +195,8 @@ class Machine:
         return prefill + (drawn - 1) * self.seconds(0, prompts)
 
 
-def gpu() -> Machine:
-    return Machine(lambda p, r: 0.027 + 0.00014 * (p + r) if p else 0.0054 + 0.00052 * r, 2048, 512)
+def gpu(**fields: bool) -> Machine:
+    return Machine(lambda p, r: 0.027 + 0.00014 * (p + r) if p else 0.0054 + 0.00052 * r, 2048, 512, **fields)
 
 
 def cpu() -> Machine:
@@ -235,8 +236,9 @@ def wave(machine: Machine, driver: Driver, length: int, drawn: int, shared: int,
 
 @pytest.mark.parametrize("apart", [False, True], ids=["at once", "one first"])
 @pytest.mark.parametrize("shared", [0, 20, 100])
-def test_sixteen_prompts_on_a_gpu_lose_nothing(shared: int, apart: bool) -> None:
-    machine = gpu()
+@pytest.mark.parametrize("rewinds", [True, False], ids=["", "no rewinding"])
+def test_sixteen_prompts_on_a_gpu_lose_nothing(shared: int, apart: bool, rewinds: bool) -> None:
+    machine = gpu(rewinds=rewinds)
     driver = machine.driver()
     ideal = machine.ideal(16, 170, 192)
     for seed in range(4):
