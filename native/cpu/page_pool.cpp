@@ -30,8 +30,11 @@ PagePool::Slab* PagePool::add_slab() {
   fresh->memory = HugeBuffer(page_bytes_ * pages_per_slab_);
   fresh->free.reserve(pages_per_slab_);
   for (size_t i = pages_per_slab_; i-- > 0;) {
-    fresh->pages.push_back(std::make_unique<Page>(Page{fresh->memory.data() + i * page_bytes_, slabs_.size(), 0}));
-    fresh->free.push_back(fresh->pages.back().get());
+    auto page = std::make_unique<Page>();
+    page->data = fresh->memory.data() + i * page_bytes_;
+    page->slab = slabs_.size();
+    fresh->free.push_back(page.get());
+    fresh->pages.push_back(std::move(page));
   }
   slabs_.push_back(std::move(fresh));
   return slabs_.back().get();
@@ -52,11 +55,6 @@ PagePool::Page* PagePool::take() {
 void PagePool::share(Page* page) {
   const std::lock_guard lock(mutex_);
   ++page->owners;
-}
-
-bool PagePool::shared(const Page* page) const {
-  const std::lock_guard lock(mutex_);
-  return page->owners > 1;
 }
 
 void PagePool::release(Page* page) {

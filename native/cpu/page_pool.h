@@ -12,6 +12,7 @@
 // taking pages again costs nothing in the usual case.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -29,13 +30,15 @@ class PagePool {
   struct Page {
     std::byte* data = nullptr;
     size_t slab = 0;
-    int64_t owners = 0;
+    std::atomic<int32_t> owners{0};
   };
   size_t page_bytes() const { return page_bytes_; }
   Page* take();  // one owner; throws std::bad_alloc
   void share(Page* page);
   void release(Page* page);
-  bool shared(const Page* page) const;
+  // For an owner: whether there are others. None can join while the owner's state is being written; that one leaves
+  // meanwhile costs a copy.
+  static bool shared(const Page* page) { return page->owners.load(std::memory_order_acquire) > 1; }
 
   // A holder of at most `pages` pages comes, or goes with -pages.
   void expect(int64_t pages);
@@ -56,7 +59,7 @@ class PagePool {
 
   size_t page_bytes_;
   size_t pages_per_slab_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::vector<std::unique_ptr<Slab>> slabs_;
   int64_t expected_ = 0, holders_ = 0, in_use_ = 0;
 };

@@ -169,7 +169,7 @@ const PagedState::Buffer& PagedState::buffer(size_t index) const {
 
 void PagedState::own(Group& g, size_t page) {
   PagePool::Page*& at = g.pages[page];
-  if (!g.pool->shared(at)) return;
+  if (!PagePool::shared(at)) return;
   PagePool::Page* copy = g.pool->take();
   std::memcpy(copy->data, at->data, g.page_bytes);
   g.pool->release(at);
