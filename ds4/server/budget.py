@@ -35,6 +35,8 @@ itself (prompts become deeper)."""
 BELIEVED = 3.0
 """Deviations beyond which a slow step counts as no slower."""
 
+GRAIN = 128
+"""Tokens: a multiple of it is what a step without streams takes, and of the prompt that gets the rest of a step."""
 MIXED_SECONDS = 0.02
 """Of prefill beside streams in one step, at least."""
 MIXED_GRAIN = 32
@@ -75,12 +77,13 @@ class StepCost:
         """One deviation below the estimate: 0 as long as all steps had one size."""
         return max(0.0, self.fixed - math.sqrt(self._ff))
 
+    @property
+    def token_deviation(self) -> float:
+        return math.sqrt(self._tt)
+
     def tokens_within(self, seconds: float, most: int) -> int:
         """How many tokens a step of so many seconds has, 0 to `most`."""
-        left = seconds - self.fixed
-        if left >= self.token * most:
-            return most
-        return int(left / self.token) if left > 0.0 else 0
+        return _tokens_within(seconds - self.fixed, self.token, most)
 
     def observe_between(self, tokens: int, least: float, most: float) -> None:
         """A step of so many tokens took no less than `least` and no more than `most` seconds."""
@@ -160,6 +163,12 @@ class StepCost:
             self.token = 0.0
 
 
+def _tokens_within(seconds: float, each: float, most: int) -> int:
+    if seconds <= 0.0:
+        return 0
+    return most if each * most <= seconds else int(seconds / each)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """In tokens per step: `alone` and `beside` are the most that either may be. `step_seconds`: see `Budget.alone`."""
@@ -179,6 +188,8 @@ class Budget:
         """Its tokens are decode rows."""
         self._late: dict[int, float] = {}
         """Seconds of late steps that only decode, by their rows; not learned from yet, which is too much for each."""
+        self._largest = 0
+        """Prompt tokens of a step so far."""
         self._limits = limits
         self._first = min(first, limits.alone)
 
@@ -190,6 +201,7 @@ class Budget:
         elif prefill_tokens >= LEAST_TOKENS and decode_rows:
             self._observe_mixed(prefill_tokens, decode_rows, seconds)
         elif prefill_tokens >= LEAST_TOKENS:
+            self._largest = max(self._largest, prefill_tokens)
             self.cost.observe(prefill_tokens, seconds)
 
     def _observe_mixed(self, prefill_tokens: int, decode_rows: int, seconds: float) -> None:
@@ -201,14 +213,21 @@ class Budget:
             self.cost.observe(prefill_tokens + decode_rows, seconds)
 
     def alone(self) -> int:
-        """Prompt tokens of a step in which nothing decodes."""
-        limits = self._limits
-        if not self.cost.known:
+        """Prompt tokens of a step in which nothing decodes. Once, a step twice as large as any before may turn out
+        longer than those that follow: only a larger one tells."""
+        limits, cost = self._limits, self.cost
+        if not cost.known:
             return self._first
-        fits = self.cost.tokens_within(self._alone_seconds(), limits.alone)
+        seconds, spread = self._alone_seconds(), cost.token_deviation
+        fits = cost.tokens_within(seconds, limits.alone)
+        hoped = _tokens_within(seconds - cost.fixed, cost.token - spread, limits.alone)
+        feared = _tokens_within(ALONE_SECONDS - cost.fixed_at_least, cost.token + spread, limits.alone)
+        if min(hoped, feared) >= 2 * self._largest:
+            fits = max(fits, min(hoped, feared))
         if fits >= limits.alone:
             return limits.alone
-        return max(fits // limits.beside * limits.beside, min(limits.beside, limits.alone))
+        grain = min(GRAIN, limits.beside)
+        return max(fits // grain * grain, min(grain, limits.alone))
 
     def beside(self, decode_rows: int) -> int:
         """Prompt tokens of a step in which so many streams decode. The prompts may hold them up by as long as they take
@@ -222,14 +241,16 @@ class Budget:
         return min(most, max(fits // MIXED_GRAIN, 1) * MIXED_GRAIN)
 
     def together(self, tokens: int, waited: float) -> bool:
-        """May streams that have waited `waited` seconds for their second token wait for prompts of so many tokens?"""
+        """May streams that have waited `waited` seconds for their second token wait for prompts of so many tokens?
+        Where little is known the best is hoped for: the question comes again with the next step."""
         cost = self.cost
         if not cost.seconds(tokens):
             return False  # nothing is known, or nothing takes any time
         step = self.alone()
+        each = max(0.0, cost.token - cost.token_deviation)
         patience = max(TOGETHER_SECONDS, 2 * self._alone_seconds())
-        total = math.ceil(tokens / step) * cost.fixed + tokens * cost.token
-        return waited + cost.seconds(min(tokens, step)) <= patience and total <= 2 * patience
+        total = math.ceil(tokens / step) * cost.fixed + tokens * each
+        return waited + cost.fixed + min(tokens, step) * each <= patience and total <= 2 * patience
 
     def worth_a_step(self, tokens: int) -> bool:
         """Does it take longer to evaluate so many prompt tokens than to make one more step?"""

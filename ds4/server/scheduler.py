@@ -39,7 +39,7 @@ import numpy.typing as npt
 from ds4._core import common_prefix_tokens
 from ds4.engine.drafting import DraftPolicy
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
-from ds4.server.budget import Budget, Limits
+from ds4.server.budget import GRAIN, Budget, Limits
 from ds4.server.generation import Generation, Job, Restoring
 from ds4.server.naming import Names, Naming
 from ds4.server.observer import Observer, SlotState, StepReport, slot_state
@@ -532,7 +532,7 @@ class Scheduler:
         waiting = [g for g in self._line if g.slot.generation is g and g.prefilling]
         new = sum(not generation.begun for generation in waiting)
         budget = left = self._budget.beside(len(plan.rows)) if plan.rows else self._budget.alone()
-        grain = min(self._config.mixed_prefill_quantum, budget)
+        grain = min(GRAIN, self._config.mixed_prefill_quantum, budget)
         first: Generation | None = None
         for generation in waiting:
             try:
