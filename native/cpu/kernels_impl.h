@@ -233,15 +233,6 @@ void tile_float(const TileArgs& a) {
   store_tile(a, acc);
 }
 
-// Sum of the lanes in one fixed order: halves, quarters, ...
-inline float hsum(Vf v) {
-  float b[16];
-  store(b, v);
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; ++i) b[i] += b[i + half];
-  return b[0];
-}
-
 // e^x to about one ulp: x = n ln 2 + r with ln 2 split in two, and a minimax polynomial of (e^r - 1 - r) / r^2.
 // 0 below the smallest normal result; the argument is held under the largest finite one.
 inline Vf exp(Vf x) {
@@ -423,7 +414,9 @@ void to_f16(const float* x, int64_t n, uint16_t* out) {
 }
 
 void scale(const float* x, float factor, int64_t n, float* y) {
-  for (int64_t i = 0; i < n; ++i) y[i] = x[i] * factor;
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(y + i, mul(load(x + i), set1(factor)));
+  for (; i < n; ++i) y[i] = x[i] * factor;
 }
 
 // 2^x for x <= 0 to about one ulp, 1 exactly at 0; what lies under -125, and minus infinity, counts as 2^-125. Adding
@@ -644,7 +637,9 @@ void merge(float* M, float* S, float* A, float m, const float* s, const float* a
 
 void finish(const float* S, const float* A, int64_t dim, float* out) {
   const float inverse = 1.0f / hsum(load(S));
-  for (int64_t i = 0; i < dim; ++i) out[i] = A[i] * inverse;
+  int64_t i = 0;
+  for (; i + 16 <= dim; i += 16) store(out + i, mul(load(A + i), set1(inverse)));
+  for (; i < dim; ++i) out[i] = A[i] * inverse;
 }
 
 template <TileKind K, int N>

@@ -99,6 +99,13 @@ inline float hmax(Vf x) {
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
+// Sum of the lanes in one fixed order, the same for every instruction set: halves, quarters, ...
+inline float hsum(Vf x) {
+  const __m256 e = _mm256_add_ps(x.a, x.b);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps(e, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
 
 inline Vi set1_i(int32_t v) {
   return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)};

@@ -80,6 +80,13 @@ inline Vf zero_below(Vf x, float limit, Vf v) {
 inline float hmax(Vf a) {
   return _mm512_reduce_max_ps(a);
 }
+// Sum of the lanes in one fixed order, the same for every instruction set: halves, quarters, ...
+inline float hsum(Vf a) {
+  const __m256 e = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps(e, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
 
 inline Vi set1_i(int32_t v) {
   return _mm512_set1_epi32(v);

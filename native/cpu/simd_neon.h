@@ -104,6 +104,13 @@ inline float hmax(Vf a) {
   return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
 }
 
+// Sum of the lanes in one fixed order, the same for every instruction set: halves, quarters, ...
+inline float hsum(Vf a) {
+  const float32x4_t q = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
+  const float32x2_t d = vadd_f32(vget_low_f32(q), vget_high_f32(q));
+  return vget_lane_f32(d, 0) + vget_lane_f32(d, 1);
+}
+
 inline Vi set1_i(int32_t x) {
   return each_i([=](int) { return vdupq_n_s32(x); });
 }

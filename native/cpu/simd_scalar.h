@@ -93,6 +93,15 @@ inline float hmax(Vf a) {
   return m;
 }
 
+// Sum of the lanes in one fixed order, the same for every instruction set: halves, quarters, ...
+inline float hsum(Vf a) {
+#pragma GCC unroll 1
+  for (int half = 8; half; half /= 2)
+#pragma GCC unroll 1
+    for (int i = 0; i < half; ++i) a[i] += a[i + half];
+  return a[0];
+}
+
 inline Vi set1_i(int32_t x) {
   return Vi{} + x;
 }
