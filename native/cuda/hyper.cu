@@ -273,7 +273,8 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
   context.written(mix);
   context.written(y);
   const Activations codes = context.keep_rounded(Context::OfLayer, y);
-  const bool two = streams.n > 32;  // fn is read half as often
+  if (streams.n > kFewRows && mix_many_rows(context, s, a, gain, eps, out, more, streams, y, mix, codes)) return true;
+  const bool two = streams.n > kFewRows;  // fn is read half as often
   const dim3 grid(kSlices, static_cast<unsigned>(two ? (streams.n + 1) / 2 : streams.n));
   const auto threads = static_cast<unsigned>((two ? 1 : 4) * y.dim / (4 * kSlices) + 32);
   const auto launch = [&](auto kernel, const auto* data) {

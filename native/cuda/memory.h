@@ -170,6 +170,7 @@ class Workspace {
     Scores,
     Plan,
     Pooled,
+    RowSums,
     KeptQuants,  // three of each, see Context::Kept
     KeptScales = KeptQuants + 3,
     KeptSums = KeptScales + 3,

@@ -180,7 +180,7 @@ void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down
   args.y_stride = width;
   expert_linear(context, down, width, hidden, args);
   context.owed = {y, {products.data, routing.weights, static_cast<int32_t>(routing.k)}};
-  if (!apart) settle(context);  // many rows: read once
+  if (!apart && x.n <= kFewRows) settle(context);  // read once
 }
 
 void settle(Context& context) {
