@@ -19,5 +19,6 @@ struct Activations {
   uint32_t* sums;
   int64_t blocks;  // of a row, a multiple of four: zeros behind the columns
 };
+constexpr int kFewRows = 32;  // more rows have kernels of their own
 
 }  // namespace ds4::cuda

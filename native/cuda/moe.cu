@@ -10,7 +10,9 @@ namespace ds4::cuda {
 namespace {
 
 constexpr int kMostExperts = 1024;
-constexpr int64_t kFewRows = 16;
+constexpr int64_t kRowsApart = 16;
+constexpr int kShortItems =
+    16;  // rows of an item where experts have no more on average: more blocks of threads at once
 
 // Bytes: the logits and the bias once. One block of threads for each row: scores, then k rounds of a maximum by one
 // warp.
@@ -146,8 +148,9 @@ void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down
   // Results do not depend on how pairs are put together.
   LinearArgs args;
   const bool floats = gate_up.segments.front().stride || down.segments.front().stride;
-  const bool apart = x.n <= kFewRows && pairs <= kMostPairs;  // few pairs share an expert
-  const int at_once = apart ? 1 : floats ? 8 : item_tokens(std::max(x.dim, ff));
+  const bool apart = x.n <= kRowsApart && pairs <= kMostPairs;  // few pairs share an expert
+  const int most = floats ? 8 : item_tokens(std::max(x.dim, ff));
+  const int at_once = apart ? 1 : pairs <= kShortItems * n_experts ? std::min(most, kShortItems) : most;
   if (at_once == 0)
     throw Unsupported("experts of " + std::to_string(std::max(x.dim, ff)) + " columns: too many for shared memory");
   args.alone = x.n == 1;
