@@ -176,6 +176,15 @@ class Ops {
     return forward();
   }
 
+  // Where the backend has cores that do better apart, each with some rows and all operations, than together at one
+  // operation after the other: calls part(ops, first row, rows) for parts that cover `rows` rows, at the same time and
+  // each with operations of its own, whose scratch memory is that part's. The rows need nothing of each other. False:
+  // nothing was called.
+  virtual bool in_parts(int64_t rows, const std::function<void(Ops&, int64_t, int64_t)>& part) {
+    (void)rows, (void)part;
+    return false;
+  }
+
   // The operations of `f` may run beside those called after it, until `join`. They come after everything called before,
   // and of one lane one after the other. What follows before `join` neither touches what they write nor writes what
   // they read. lane: 0 .. kLanes - 1.

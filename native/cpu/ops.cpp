@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <limits>
 #include <span>
@@ -33,6 +35,9 @@ constexpr int64_t kCachedActBytes = 384 << 10;
 constexpr int64_t kPrefetchBytes = 16 << 10;
 // From this many rows on, work between the matrix products is worth sharing among threads.
 constexpr int64_t kParallelRows = 6;
+// Rows of a core from which on going apart is tried, and rows in all up to which it is.
+constexpr int64_t kLaneRows = 4;
+constexpr int64_t kMostLaneRows = 1024;
 
 void require(bool ok, const char* what) {
   if (!ok) throw Invalid(std::string("cpu: ") + what);
@@ -52,10 +57,11 @@ const float* gain_of(const Norm& norm, int64_t dim) {
 // Scratch of one step: a bump allocator whose blocks become one block at the next reset.
 class Arena {
  public:
+  explicit Arena(size_t block = size_t{4} << 20) : block_(block) {}
   float* take(int64_t floats) {
     const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 63) & ~size_t{63};
     if (blocks_.empty() || used_ + bytes > blocks_.back().size()) {
-      blocks_.emplace_back(std::max(bytes, size_t{4} << 20));
+      blocks_.emplace_back(std::max(bytes, block_));
       used_ = 0;
     }
     auto* at = reinterpret_cast<float*>(blocks_.back().data() + used_);
@@ -77,8 +83,32 @@ class Arena {
   }
 
  private:
+  size_t block_;
   std::vector<HugeBuffer> blocks_;
   size_t used_ = 0;
+};
+
+// Whether as many rows go through a model apart or together, by what both took: the quicker way, now and then the
+// other.
+class LaneChoice {
+ public:
+  bool apart() {
+    const uint64_t step = steps_++;
+    if (step < kFirst) return step % 2 == 0;
+    const bool quicker = seconds_[1] <= seconds_[0];
+    return step % kRetry == 0 ? !quicker : quicker;
+  }
+  void took(bool apart, double seconds) {
+    double& mean = seconds_[apart];
+    // One step that was held up says little of the next.
+    mean = mean == 0 ? seconds : mean + kWeight * (std::min(seconds, 1.5 * mean) - mean);
+  }
+
+ private:
+  static constexpr uint64_t kFirst = 6, kRetry = 32;
+  static constexpr double kWeight = 0.25;
+  uint64_t steps_ = 0;
+  double seconds_[2] = {0, 0};  // together, apart
 };
 
 class CpuOps final : public Ops {
@@ -90,6 +120,9 @@ class CpuOps final : public Ops {
     };
     latent_ = make_latent_ops(*this, swiglu, latent, pool_);
   }
+  // The operations of one core, for rows that go apart. Few rows' scratch memory is less than a huge page.
+  explicit CpuOps(const Kernels& kernels)
+      : kernels_(kernels), pool_(1), attention_(kernels, pool_), arena_(size_t{256} << 10) {}
   LatentOps* latent() override { return latent_.get(); }
 
   std::string name() const override {
@@ -109,7 +142,11 @@ class CpuOps final : public Ops {
     arena_.reset();
     pools_.touch_ahead();
   }
-  size_t scratch_bytes() const override { return arena_.bytes() + act_.size(); }
+  size_t scratch_bytes() const override {
+    size_t n = arena_.bytes() + act_.size();
+    for (const auto& lane : lanes_) n += lane->scratch_bytes();
+    return n;
+  }
   std::unique_ptr<State> new_state(std::span<const StateSpec> specs, int64_t capacity) override {
     return std::make_unique<PagedState>(specs, capacity, pools_);
   }
@@ -118,6 +155,38 @@ class CpuOps final : public Ops {
   }
   void to_device(const float* from, const Tensor& to) override {
     for (int64_t t = 0; t < to.n; ++t) std::copy_n(from + t * to.dim, to.dim, row_of(to, t));
+  }
+
+  // Apart there is no waiting for each other, nothing is packed twice, and no core reads what another has written; but
+  // every core reads all weights, and one that is taken away holds all rows of its part up. So both ways are timed.
+  bool in_parts(int64_t rows, const std::function<void(Ops&, int64_t, int64_t)>& part) override {
+    const int64_t lanes = pool_.threads();
+    if (lanes < 2 || rows < kLaneRows * lanes || rows > kMostLaneRows) return false;
+    while (static_cast<int64_t>(lanes_.size()) < lanes) lanes_.push_back(std::make_unique<CpuOps>(kernels_));
+    choices_.resize(kMostLaneRows + 1);
+    LaneChoice& choice = choices_[static_cast<size_t>(rows)];
+    const bool apart = choice.apart();
+    const auto start = std::chrono::steady_clock::now();
+    if (apart) {
+      std::vector<std::exception_ptr> failed(static_cast<size_t>(lanes));
+      pool_.run(lanes, 1, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; ++i) {
+          try {
+            CpuOps& lane = *lanes_[static_cast<size_t>(i)];
+            lane.reset_scratch();
+            part(lane, rows * i / lanes, rows * (i + 1) / lanes - rows * i / lanes);
+          } catch (...) {
+            failed[static_cast<size_t>(i)] = std::current_exception();
+          }
+        }
+      });
+      for (const std::exception_ptr& e : failed)
+        if (e) std::rethrow_exception(e);
+    } else {
+      part(*this, 0, rows);
+    }
+    choice.took(apart, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    return true;
   }
 
   void embed(const Weight& table, std::span<const int32_t> ids, Tensor out) override {
@@ -477,6 +546,8 @@ class CpuOps final : public Ops {
   size_t act_size_ = 0;
   uint64_t product_ = 0;  // its number where each thread packs its rows itself, unique in the process; else 0
   HugeBuffer act_;        // rows packed for all threads
+  std::vector<std::unique_ptr<CpuOps>> lanes_;  // of in_parts
+  std::vector<LaneChoice> choices_;             // by rows
 };
 
 bool runs_avx2() {

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <numeric>
 
 #include "quant/quant.h"
 
@@ -186,40 +187,21 @@ class Llama final : public Model {
   }
 
   Tensor forward(const Batch& batch) override {
-    const LlamaShape& s = shape_;
-    const auto rows = static_cast<int64_t>(batch.ids.size());
     ops_->reset_scratch();
-    Activations a{
-        .x = ops_->scratch(rows, s.width),                      // [T, E]
-        .rope = ops_->scratch(rows, s.rope_dim),                // [T, cos | sin]
-        .qkv = ops_->scratch(rows, s.qkv()),                    // [T, (Hq + 2 Hkv) D]
-        .attended = ops_->scratch(rows, s.heads * s.head_dim),  // [T, Hq D]
-        .hidden = ops_->scratch(rows, s.ff),                    // [T, F]
-    };
-    ops_->embed(*embed_, batch.ids, a.x);
-    ops_->rope_table(batch.rows, freq_, a.rope);
-    for (size_t l = 0; l < layers_.size(); ++l) {
-      if (batch.probe) batch.probe(static_cast<int64_t>(l), a.x);
-      project(layers_[l], l, batch.rows, a);
-      if (l + 1 == layers_.size() && narrows(batch)) {
-        if (batch.wanted.empty()) return {};
-        a = of_wanted(batch, a);
-        attention(layers_[l], l, wanted_rows_, a);
-        feed_forward(layers_[l], a);
-        return head(a.x);
-      }
-      attention(layers_[l], l, batch.rows, a);
-      feed_forward(layers_[l], a);
+    if (apart(batch)) {
+      const auto rows = static_cast<int64_t>(batch.ids.size());
+      const Tensor logits = ops_->scratch(rows, shape_.vocab);
+      const auto part = [&](Ops& ops, int64_t first, int64_t count) {
+        const auto of = [&](auto all) { return all.subspan(static_cast<size_t>(first), static_cast<size_t>(count)); };
+        // Places count from the part's first row.
+        std::vector<int32_t> wanted(static_cast<size_t>(count));
+        std::iota(wanted.begin(), wanted.end(), 0);
+        pass(ops, {.ids = of(batch.ids), .rows = of(batch.rows), .wanted = wanted, .probe = {}},
+             logits.rows(first, count));
+      };
+      if (ops_->in_parts(rows, part)) return logits;
     }
-    if (batch.probe) {
-      Tensor normed = ops_->scratch(rows, s.width);
-      ops_->rms_norm(a.x, norm(*final_norm_), normed);
-      batch.probe(s.layers, normed);
-    }
-    if (batch.wanted.empty()) return {};
-    Tensor last = ops_->scratch(static_cast<int64_t>(batch.wanted.size()), s.width);
-    ops_->gather(a.x, batch.wanted, last);
-    return head(last);
+    return pass(*ops_, batch, {});
   }
 
  private:
@@ -256,58 +238,102 @@ class Llama final : public Model {
 
   Norm norm(const Weight& gain) const { return {&gain, shape_.eps}; }
 
+  // Every row is a session of its own and has logits: what one row computes no other row reads.
+  static bool apart(const Batch& batch) {
+    const auto same = [](const RowRef& a, const RowRef& b) { return a.state == b.state; };
+    return !batch.probe && batch.wanted.size() == batch.ids.size() &&
+           std::adjacent_find(batch.rows.begin(), batch.rows.end(), same) == batch.rows.end();
+  }
+
+  // The rows' way through the model. Logits [wanted, vocab] into `logits`, or into scratch memory where it is empty.
+  Tensor pass(Ops& ops, const Batch& batch, Tensor logits) const {
+    const LlamaShape& s = shape_;
+    const auto rows = static_cast<int64_t>(batch.ids.size());
+    Activations a{
+        .x = ops.scratch(rows, s.width),                      // [T, E]
+        .rope = ops.scratch(rows, s.rope_dim),                // [T, cos | sin]
+        .qkv = ops.scratch(rows, s.qkv()),                    // [T, (Hq + 2 Hkv) D]
+        .attended = ops.scratch(rows, s.heads * s.head_dim),  // [T, Hq D]
+        .hidden = ops.scratch(rows, s.ff),                    // [T, F]
+    };
+    ops.embed(*embed_, batch.ids, a.x);
+    ops.rope_table(batch.rows, freq_, a.rope);
+    for (size_t l = 0; l < layers_.size(); ++l) {
+      if (batch.probe) batch.probe(static_cast<int64_t>(l), a.x);
+      project(ops, layers_[l], l, batch.rows, a);
+      if (l + 1 == layers_.size() && narrows(ops, batch)) {
+        if (batch.wanted.empty()) return {};
+        std::vector<RowRef> wanted;
+        a = of_wanted(ops, batch, a, wanted);
+        attention(ops, layers_[l], l, wanted, a);
+        feed_forward(ops, layers_[l], a);
+        return head(ops, a.x, logits);
+      }
+      attention(ops, layers_[l], l, batch.rows, a);
+      feed_forward(ops, layers_[l], a);
+    }
+    if (batch.probe) {
+      Tensor normed = ops.scratch(rows, s.width);
+      ops.rms_norm(a.x, norm(*final_norm_), normed);
+      batch.probe(s.layers, normed);
+    }
+    if (batch.wanted.empty()) return {};
+    Tensor last = ops.scratch(static_cast<int64_t>(batch.wanted.size()), s.width);
+    ops.gather(a.x, batch.wanted, last);
+    return head(ops, last, logits);
+  }
+
   static KvSlots kv_of(size_t layer) { return {2 * layer, 2 * layer + 1}; }
 
   // q, k, v = rope(Wqkv rms(x)); k and v go to the state
-  void project(const Layer& w, size_t layer, std::span<const RowRef> rows, Activations& a) {
+  void project(Ops& ops, const Layer& w, size_t layer, std::span<const RowRef> rows, Activations& a) const {
     const LlamaShape& s = shape_;
     const Norm pre = norm(*w.attn_norm);
-    ops_->linear(*w.qkv, a.x, &pre, w.qkv_bias.get(), a.qkv);  // [T, E] -> [T, (Hq + 2 Hkv) D]
-    ops_->rope_store(a.qkv, a.rope, s.rope, rows, kv_of(layer), s.heads, s.kv_heads, s.head_dim);
+    ops.linear(*w.qkv, a.x, &pre, w.qkv_bias.get(), a.qkv);  // [T, E] -> [T, (Hq + 2 Hkv) D]
+    ops.rope_store(a.qkv, a.rope, s.rope, rows, kv_of(layer), s.heads, s.kv_heads, s.head_dim);
   }
 
   // x += Wo attention(q)
-  void attention(const Layer& w, size_t layer, std::span<const RowRef> rows, Activations& a) {
+  void attention(Ops& ops, const Layer& w, size_t layer, std::span<const RowRef> rows, Activations& a) const {
     const LlamaShape& s = shape_;
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(s.head_dim)));
-    ops_->attention(a.q(s), rows, kv_of(layer), s.heads, s.kv_heads, s.head_dim, scale, a.attended);  // [T, Hq D]
-    ops_->linear_add(*w.attn_output, a.attended, a.x);                                                // [T, E]
+    ops.attention(a.q(s), rows, kv_of(layer), s.heads, s.kv_heads, s.head_dim, scale, a.attended);  // [T, Hq D]
+    ops.linear_add(*w.attn_output, a.attended, a.x);                                                // [T, E]
   }
 
   // After the last layer's keys and values are stored only the wanted rows go on. Not where a backend may replay the
   // step, which then reads no other rows than the step's own, and not where every row's result is looked at.
-  bool narrows(const Batch& batch) const {
-    return !batch.probe && ops_->host_memory() && batch.wanted.size() < batch.ids.size();
+  static bool narrows(const Ops& ops, const Batch& batch) {
+    return !batch.probe && ops.host_memory() && batch.wanted.size() < batch.ids.size();
   }
 
-  // The activations of the wanted rows alone; `wanted_rows_` becomes their places.
-  Activations of_wanted(const Batch& batch, const Activations& all) {
+  // The activations of the wanted rows alone; `wanted` becomes their places.
+  Activations of_wanted(Ops& ops, const Batch& batch, const Activations& all, std::vector<RowRef>& wanted) const {
     const LlamaShape& s = shape_;
     const auto n = static_cast<int64_t>(batch.wanted.size());
-    wanted_rows_.clear();
-    for (const int32_t t : batch.wanted) wanted_rows_.push_back(batch.rows[static_cast<size_t>(t)]);
-    Activations a{.x = ops_->scratch(n, s.width),
+    for (const int32_t t : batch.wanted) wanted.push_back(batch.rows[static_cast<size_t>(t)]);
+    Activations a{.x = ops.scratch(n, s.width),
                   .rope = {},
-                  .qkv = ops_->scratch(n, s.heads * s.head_dim),
+                  .qkv = ops.scratch(n, s.heads * s.head_dim),
                   .attended = all.attended.rows(0, n),
                   .hidden = all.hidden.rows(0, n)};
-    ops_->gather(all.x, batch.wanted, a.x);
-    ops_->gather(all.q(s), batch.wanted, a.qkv);
+    ops.gather(all.x, batch.wanted, a.x);
+    ops.gather(all.q(s), batch.wanted, a.qkv);
     return a;
   }
 
   // x += Wdown(silu(Wgate rms(x)) * Wup rms(x))
-  void feed_forward(const Layer& w, Activations& a) {
+  void feed_forward(Ops& ops, const Layer& w, Activations& a) const {
     const Norm pre = norm(*w.ffn_norm);
-    ops_->linear_swiglu(*w.gate_up, a.x, &pre, a.hidden);  // [T, F]
-    ops_->linear_add(*w.down, a.hidden, a.x);              // [T, E]
+    ops.linear_swiglu(*w.gate_up, a.x, &pre, a.hidden);  // [T, F]
+    ops.linear_add(*w.down, a.hidden, a.x);              // [T, E]
   }
 
   // Wout rms(x) of the wanted rows x, [wanted, vocab]
-  Tensor head(const Tensor& x) {
-    Tensor logits = ops_->scratch(x.n, shape_.vocab);
+  Tensor head(Ops& ops, const Tensor& x, Tensor logits) const {
+    if (!logits.data) logits = ops.scratch(x.n, shape_.vocab);
     const Norm pre = norm(*final_norm_);
-    ops_->linear(head_ ? *head_ : *embed_, x, &pre, nullptr, logits);
+    ops.linear(head_ ? *head_ : *embed_, x, &pre, nullptr, logits);
     return logits;
   }
 
@@ -321,7 +347,6 @@ class Llama final : public Model {
   Ops* ops_ = nullptr;
   std::unique_ptr<Weight> embed_, head_, final_norm_;
   std::vector<Layer> layers_;
-  std::vector<RowRef> wanted_rows_;
 };
 
 }  // namespace
