@@ -135,6 +135,32 @@ def test_prefill_chunking_is_exact(model: ModelHandle) -> None:
         assert same(session.logits(), whole), cuts
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_rows_that_go_apart_equal_those_that_go_together(threads: int) -> None:
+    """Many sessions decode, forks of one base that share its last page. Their rows go through the model in parts, a
+    core each, in every second of the first six steps, and together in the others.
+    """
+    seed = 500 + threads
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    base, alone = random_tokens(70, seed), open_model(tiny(), "cpu", threads=1)[0]
+    for width in (4 * threads, 17):
+        model = open_model(tiny(), "cpu", threads=threads)[0]
+        root = Session(model, CTX)
+        step(model, (root, base))
+        sessions = [Session(model, CTX) for _ in range(width)]
+        for session in sessions:
+            session.fork_from(root)
+        script = rng.integers(0, 320, (5, width))
+        for at, tokens in enumerate(script):
+            step(model, *[(s, [int(t)]) for s, t in zip(sessions, tokens, strict=True)])
+            for i in (0, width // threads - 1, width // threads, width - 1):
+                ids = [*base, *(int(t) for t in script[: at + 1, i])]
+                assert list(sessions[i].tokens) == ids
+                assert same(sessions[i].logits(), fresh(alone, ids))
+        assert same(root.logits(), fresh(alone, base))
+
+
 @pytest.mark.parametrize("isa", ["auto", "scalar"])
 def test_thread_counts_are_equal(isa: str) -> None:
     tokens = random_tokens(70, 6)
