@@ -25,8 +25,9 @@ from dataclasses import dataclass
 
 LEAST_TOKENS = 16
 """Of prompts in a step that is learned from: shorter ones are other work in the main."""
-NOISE = 0.1
-"""How far a step's seconds lie from what they should be, as a share."""
+NOISE, SMALL = 0.1, 64
+"""How far a step's seconds lie from what they should be, as a share; twice as far for one of so many tokens, which what
+goes on beside it, requests that arrive, disturbs more."""
 FIRST_GUESS = 0.25
 """Share of the first step's seconds that is taken for its fixed part until steps of another size tell."""
 SAME_CHANGE, OWN_CHANGE = 0.05, 0.01
@@ -123,7 +124,7 @@ class StepCost:
         self.known = True
         self.fixed = FIRST_GUESS * seconds
         self.token = (seconds - self.fixed) / tokens
-        open_, sure = seconds / 2, NOISE * seconds
+        open_, sure = seconds / 2, _noise(tokens) * seconds
         self._ff = open_**2
         self._ft = -(open_**2) / tokens
         self._tt = (open_**2 + sure**2) / tokens**2
@@ -131,7 +132,7 @@ class StepCost:
     def _spread(self, tokens: int, seconds: float) -> tuple[float, float, float]:
         """Variance of what such a step is expected to take, and how it goes with either part."""
         with_f, with_t = self._ff + self._ft * tokens, self._ft + self._tt * tokens
-        chance = NOISE * min(seconds, self.seconds(tokens))
+        chance = _noise(tokens) * min(seconds, self.seconds(tokens))
         return with_f + with_t * tokens + chance**2, with_f, with_t
 
     def _scale(self, factor: float) -> None:
@@ -161,6 +162,10 @@ class StepCost:
             if self._tt:
                 self.fixed = max(0.0, self.fixed - self._ft / self._tt * self.token)
             self.token = 0.0
+
+
+def _noise(tokens: int) -> float:
+    return NOISE * (1 + SMALL / tokens)
 
 
 def _tokens_within(seconds: float, each: float, most: int) -> int:

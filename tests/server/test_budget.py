@@ -152,7 +152,7 @@ def test_one_larger_step_tells_slow_tokens_from_a_large_fixed_part() -> None:
         assert budget.alone() == largest, "as much as would be done in 0.4 s if all of it were tokens"
         budget.observe(largest, 0, cost[0] + cost[1] * largest)
         then = budget.alone()
-        assert then == (2048 if cost is GPU else 128), "no second time"
+        assert (1024 < then <= 2048) if cost is GPU else then == 128, "no second time"
     assert not told(SLOW, (0.02, 0.02), Limits(512, 128, 0.1)).together(500, 0.0)
 
 
