@@ -335,7 +335,8 @@ def begun(token_seconds: float, slots: int) -> tuple[Driver, Job]:
     clock = Clock()
     engine = ScriptedEngine(ENDLESS, prefill_token_seconds=token_seconds, step_seconds=0.01, sleep=clock.sleep)
     driver = Driver(engine, clock=clock, slots=slots)
-    driver.ask(tokens(100, 200), max_tokens=1)
+    for base, length in ((200, 600), (201, 100), (202, 600)):
+        driver.ask(tokens(length, base), max_tokens=1)
     stream = driver.submit(tokens(20, 0))
     driver.step()
     assert len(driver.text(stream)) == 1
