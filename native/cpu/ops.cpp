@@ -88,27 +88,33 @@ class Arena {
   size_t used_ = 0;
 };
 
-// Whether as many rows go through a model apart or together, by what both took: the quicker way, now and then the
-// other.
+// Whether as many rows go through a model apart or together: the way that took less time, now and then the other.
 class LaneChoice {
  public:
   bool apart() {
     const uint64_t step = steps_++;
-    if (step < kFirst) return step % 2 == 0;
-    const bool quicker = seconds_[1] <= seconds_[0];
+    if (step < 2 * kFirst) return step % 2 == 0;
+    const bool quicker = ways_[1].seconds <= ways_[0].seconds;
     return step % kRetry == 0 ? !quicker : quicker;
   }
   void took(bool apart, double seconds) {
-    double& mean = seconds_[apart];
-    // One step that was held up says little of the next.
-    mean = mean == 0 ? seconds : mean + kWeight * (std::min(seconds, 1.5 * mean) - mean);
+    Way& way = ways_[apart];
+    // The first steps of all touch memory that the later ones find there. One that was held up says little of the next.
+    if (way.steps++ < kFirst)
+      way.seconds = way.steps == 1 ? seconds : std::min(way.seconds, seconds);
+    else
+      way.seconds += kWeight * (std::min(seconds, 2 * way.seconds) - way.seconds);
   }
 
  private:
-  static constexpr uint64_t kFirst = 6, kRetry = 32;
+  static constexpr uint64_t kFirst = 4, kRetry = 32;
   static constexpr double kWeight = 0.25;
+  struct Way {
+    uint64_t steps = 0;
+    double seconds = 0;
+  };
   uint64_t steps_ = 0;
-  double seconds_[2] = {0, 0};  // together, apart
+  Way ways_[2];  // together, apart
 };
 
 class CpuOps final : public Ops {

@@ -138,7 +138,7 @@ def test_prefill_chunking_is_exact(model: ModelHandle) -> None:
 @pytest.mark.parametrize("threads", [2, 3])
 def test_rows_that_go_apart_equal_those_that_go_together(threads: int) -> None:
     """Many sessions decode, forks of one base that share its last page. Their rows go through the model in parts, a
-    core each, in every second of the first six steps, and together in the others.
+    core each, in every second of the first eight steps, and together in the others.
     """
     seed = 500 + threads
     print("seed", seed)
