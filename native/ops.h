@@ -185,6 +185,11 @@ class Ops {
     return false;
   }
 
+  // Calls each(i) for every i < n, on the cores that the backend computes with; throws what one of them has thrown.
+  virtual void share(int64_t n, const std::function<void(int64_t)>& each) {
+    for (int64_t i = 0; i < n; ++i) each(i);
+  }
+
   // The operations of `f` may run beside those called after it, until `join`. They come after everything called before,
   // and of one lane one after the other. What follows before `join` neither touches what they write nor writes what
   // they read. lane: 0 .. kLanes - 1.

@@ -174,25 +174,31 @@ class CpuOps final : public Ops {
     const bool apart = choice.apart();
     const auto start = std::chrono::steady_clock::now();
     if (apart) {
-      std::vector<std::exception_ptr> failed(static_cast<size_t>(lanes));
-      pool_.run(lanes, 1, [&](int64_t from, int64_t to) {
-        for (int64_t i = from; i < to; ++i) {
-          try {
-            CpuOps& lane = *lanes_[static_cast<size_t>(i)];
-            lane.reset_scratch();
-            part(lane, rows * i / lanes, rows * (i + 1) / lanes - rows * i / lanes);
-          } catch (...) {
-            failed[static_cast<size_t>(i)] = std::current_exception();
-          }
-        }
+      share(lanes, [&](int64_t i) {
+        CpuOps& lane = *lanes_[static_cast<size_t>(i)];
+        lane.reset_scratch();
+        part(lane, rows * i / lanes, rows * (i + 1) / lanes - rows * i / lanes);
       });
-      for (const std::exception_ptr& e : failed)
-        if (e) std::rethrow_exception(e);
     } else {
       part(*this, 0, rows);
     }
     choice.took(apart, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
     return true;
+  }
+
+  void share(int64_t n, const std::function<void(int64_t)>& each) override {
+    std::vector<std::exception_ptr> failed(static_cast<size_t>(n));
+    pool_.run(n, 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        try {
+          each(i);
+        } catch (...) {
+          failed[static_cast<size_t>(i)] = std::current_exception();
+        }
+      }
+    });
+    for (const std::exception_ptr& e : failed)
+      if (e) std::rethrow_exception(e);
   }
 
   void embed(const Weight& table, std::span<const int32_t> ids, Tensor out) override {
