@@ -80,19 +80,21 @@ std::vector<DeviceRow> Context::device_list(std::span<const RowRef> rows) const 
   return list;
 }
 
-Activations Context::rounded(Workspace::Slot codes, Workspace::Slot scales, Workspace::Slot sums, const Tensor& x) {
+Activations Context::rounded(Workspace::Slot codes, Workspace::Slot scales, Workspace::Slot sums, const Tensor& x,
+                             bool many) {
   const int64_t blocks = (x.dim / 32 + kTileBlocks - 1) / kTileBlocks * kTileBlocks, n = (x.n + 7) / 8 * 8 * blocks;
   return {workspace.get<int8_t>(codes, std::max<int64_t>(1, n * 32)),
           workspace.get<float>(scales, std::max<int64_t>(1, n / kTileBlocks)),
-          workspace.get<uint32_t>(sums, std::max<int64_t>(1, n)), blocks};
+          workspace.get<uint32_t>(sums, std::max<int64_t>(1, n)), blocks, many ? (x.n + 7) / 8 : 0};
 }
 
-Activations Context::quantized(Tensor x, const float* gain, float eps) {
+Activations Context::quantized(Tensor x, const float* gain, float eps, bool many) {
   if (!gain)
     for (const Rounded& r : kept_)
-      if (r.of.data && r.of.data == x.data && r.of.n == x.n && r.of.dim == x.dim && r.of.stride == x.stride)
+      if (r.of.data && r.of.data == x.data && r.of.n == x.n && r.of.dim == x.dim && r.of.stride == x.stride &&
+          (r.activations.eights != 0) == many)
         return r.activations;
-  const Activations a = rounded(Workspace::Quants, Workspace::Scales, Workspace::Sums, x);
+  const Activations a = rounded(Workspace::Quants, Workspace::Scales, Workspace::Sums, x, many);
   quantize(device, x, gain, eps, a);
   return a;
 }
@@ -102,7 +104,8 @@ Activations Context::keep_rounded(Kept place, const Tensor& x) {
   const auto slot = [&](Workspace::Slot first) {
     return static_cast<Workspace::Slot>(static_cast<int>(first) + static_cast<int>(place));
   };
-  kept_[place] = {x, rounded(slot(Workspace::KeptQuants), slot(Workspace::KeptScales), slot(Workspace::KeptSums), x)};
+  kept_[place] = {x, rounded(slot(Workspace::KeptQuants), slot(Workspace::KeptScales), slot(Workspace::KeptSums), x,
+                             x.n > kFewRows)};
   return kept_[place].activations;
 }
 
@@ -150,7 +153,7 @@ void Context::linear(const CudaWeight& w, Tensor x, const float* gain, float eps
   const bool any_floats = std::any_of(w.segments.begin(), w.segments.end(), [](const Segment& s) { return s.stride; });
   Activations q{};
   Tensor f;
-  if (any_blocks) q = quantized(x, gain, eps);
+  if (any_blocks) q = quantized(x, gain, eps, x.n > kFewRows);
   if (any_floats) f = floats(x, gain, eps);
   const float* bias = args.bias;
   const int64_t rank = args.rank;

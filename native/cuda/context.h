@@ -61,7 +61,7 @@ class Context {
   // y = silu(G x) * (U x) with the epilogue SwiGLU or Clamped, for a weight loaded as SwiGLU.
   void swiglu(const CudaWeight& w, Tensor x, const float* gain, float eps, Epilogue epilogue, float limit, Tensor y);
   // Activations for block formats; valid until the next call, or until x is written where they were kept.
-  Activations quantized(Tensor x, const float* gain, float eps);
+  Activations quantized(Tensor x, const float* gain, float eps, bool many);
   // Room for x rounded, which the caller's kernel fills beside x; `quantized` finds it until `written`.
   enum Kept { OfLayer, OfNorm, OfHeads, kKept };
   Activations keep_rounded(Kept place, const Tensor& x);
@@ -89,7 +89,7 @@ class Context {
   // Rows of x, normed if asked, aligned for linear_floats and zero behind `dim` up to a multiple of 8.
   Tensor floats(Tensor x, const float* gain, float eps);
   std::vector<DeviceRow> device_list(std::span<const RowRef> rows) const;
-  Activations rounded(Workspace::Slot codes, Workspace::Slot scales, Workspace::Slot sums, const Tensor& x);
+  Activations rounded(Workspace::Slot codes, Workspace::Slot scales, Workspace::Slot sums, const Tensor& x, bool many);
   struct Rounded {
     Tensor of;
     Activations activations;

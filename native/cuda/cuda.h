@@ -3,7 +3,7 @@
 //   memory.h   device, stream, buffers, scratch, per-step inputs     state.h     sessions in pages
 //   formats.h  layouts of block formats and how kernels read them    weights.h   upload and repacking
 //   linear.h   products; of block formats by dense_blocks.h, expert_blocks.h and stream_blocks.h (few rows) or
-//              tile_blocks.h (many)                                  ops.cu      ops.h
+//              wide_blocks.h and tile_blocks.h (many)                ops.cu      ops.h
 //   attention.h  attention over paged keys and values                latent.cu   ops_latent.h
 //   draw.h     draws from rows of logits
 //

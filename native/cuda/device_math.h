@@ -103,9 +103,10 @@ __device__ __forceinline__ void store_codes(const float (&v)[4], int64_t row, in
   int c[4], sum = 0;
 #pragma unroll
   for (int k = 0; k < 4; ++k) sum += c[k] = __float2int_rn(v[k] * inverse);
-  const int64_t group = (row >> 3) * to.blocks, in = row & 7;
-  *reinterpret_cast<char4*>(to.q + (group + tile * 4 + block / 2 * 2) * 256 + in * 64 + lane % 8 / 2 * 16 +
-                            block % 2 * 8 + lane % 2 * 4) =
+  const int64_t in = row & 7, place = to.eights ? tile * to.eights + (row >> 3) : (row >> 3) * (to.blocks / 4) + tile;
+  const int64_t at = to.eights ? block * 256 + lane % 2 * 128 + in * 16 + lane % 8 / 2 * 4
+                               : block / 2 * 512 + in * 64 + lane % 8 / 2 * 16 + block % 2 * 8 + lane % 2 * 4;
+  *reinterpret_cast<char4*>(to.q + place * 1024 + at) =
       make_char4(static_cast<signed char>(c[0]), static_cast<signed char>(c[1]), static_cast<signed char>(c[2]),
                  static_cast<signed char>(c[3]));
   // Four lanes hold a half of 16 columns.
@@ -113,8 +114,8 @@ __device__ __forceinline__ void store_codes(const float (&v)[4], int64_t row, in
   sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
   const int high = (sum + 8) >> 4, low = sum - 16 * high;
   const uint32_t digits = (high & 255) | (low & 255) << 16, other = __shfl_xor_sync(0xFFFFFFFFu, digits, 4);
-  if (lane % 8 == 0) to.sums[(group + tile * 4 + block) * 8 + in] = digits | other << 8;
-  if (lane == 0) to.d[(group / 4 + tile) * 8 + in] = largest / 127.0f;
+  if (lane % 8 == 0) to.sums[(place * 4 + block) * 8 + in] = digits | other << 8;
+  if (lane == 0) to.d[place * 8 + in] = largest / 127.0f;
 }
 
 // Element i of an array of F32, F16 or BF16.

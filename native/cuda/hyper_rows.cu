@@ -1,3 +1,4 @@
+#include "cuda/async_copies.h"
 #include "cuda/hyper.h"
 #include "cuda/hyper_math.h"
 
@@ -6,7 +7,8 @@ namespace {
 
 constexpr int kStreams = 4, kCoefficients = 2 * kStreams + kStreams * kStreams;
 constexpr int kSlices = 8;  // of the columns of a stream
-constexpr int kRows = 4;    // rows at once
+constexpr int kRows = 2;    // rows of a team at once
+constexpr int kTeams = 2;   // of threads, with the same columns
 constexpr int kAtOnce = 8;  // coefficients at once
 constexpr int kSums = 32;   // of a row and slice: of coefficients, of squares, the rest is not used
 static_assert(kCoefficients % kAtOnce == 0);
@@ -23,20 +25,30 @@ __device__ __forceinline__ float4 four_halves(const __nv_bfloat16*, uint2 v) {
 }
 
 // Bytes: streams in and, with kOut, out, `out` and its addends once; an eighth of fn for each block of threads, which
-// stays in shared memory. Operations: 2 * 25 * 4 H T. A block of threads has an eighth of the columns, four each
+// stays in shared memory. Operations: 2 * 25 * 4 H T. A team of threads has an eighth of the columns, four each
 // thread, and takes kRows rows at a time, the next ones on their way. Orders of addition are mix_and_norm_kernel's.
 template <class T, bool kOut>
-__global__ void __launch_bounds__(256, 1)
+__global__ void __launch_bounds__(512, 1)
     mix_rows(const T* fn, int64_t fn_stride, int64_t width, float* streams, int64_t stride, float* out,
              int64_t out_stride, Addends more, const float* mix, int64_t mix_stride, int n, float* sums) {
   extern __shared__ uint2 weights[];  // [coefficient][stream][thread]
-  __shared__ float part[2][8][kRows][kSums];
-  const int thread = static_cast<int>(threadIdx.x), workers = static_cast<int>(blockDim.x);
-  const int warp = thread / 32, lane = thread % 32, warps = workers / 32, slice = static_cast<int>(blockIdx.x);
+  __shared__ float part[kTeams][2][8][kRows][kSums];
+  __shared__ uint64_t arrival;
+  const int workers = static_cast<int>(blockDim.x) / kTeams, group = static_cast<int>(threadIdx.x) / workers;
+  const int thread = static_cast<int>(threadIdx.x) % workers, warp = thread / 32, lane = thread % 32;
+  const int warps = workers / 32, slice = static_cast<int>(blockIdx.x);
   const int64_t d = slice * (width / kSlices) + 4 * thread;
-  for (int i = 0; i < kCoefficients * kStreams; ++i)
-    weights[i * workers + thread] =
-        __ldg(reinterpret_cast<const uint2*>(fn + i / kStreams * fn_stride + i % kStreams * width + d));
+  if (threadIdx.x == 0) {
+    init_barrier(shared_address(&arrival));
+    fence_barriers();
+    expect_bytes(shared_address(&arrival), kCoefficients * kStreams * workers * 8);
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < kCoefficients * kStreams; i += static_cast<int>(blockDim.x))
+    copy_bulk(shared_address(weights + i * workers),
+              reinterpret_cast<const uint8_t*>(fn + i / kStreams * fn_stride + i % kStreams * width +
+                                               slice * (width / kSlices)),
+              workers * 8, shared_address(&arrival));
   begin_kernel();
 
   float4 coming[kRows][kStreams], coming_out[kOut ? kRows : 1];
@@ -50,10 +62,11 @@ __global__ void __launch_bounds__(256, 1)
       if constexpr (kOut) coming_out[r] = *reinterpret_cast<const float4*>(out + t * out_stride + d);
     }
   };
-  const int batches = (n + kRows - 1) / kRows;
-  int batch = static_cast<int>(blockIdx.y), buffer = 0;
+  const int batches = (n + kRows - 1) / kRows, step = static_cast<int>(gridDim.y) * kTeams;
+  int batch = static_cast<int>(blockIdx.y) * kTeams + group, buffer = 0;
   if (batch < batches) load(batch);
-  for (; batch < batches; batch += static_cast<int>(gridDim.y), buffer ^= 1) {
+  wait_for(shared_address(&arrival), 0);
+  for (; batch < batches; batch += step, buffer ^= 1) {
     float x[kRows][kStreams][4];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -99,7 +112,7 @@ __global__ void __launch_bounds__(256, 1)
         }
       }
     }
-    if (batch + static_cast<int>(gridDim.y) < batches) load(batch + static_cast<int>(gridDim.y));
+    if (batch + step < batches) load(batch + step);
 #pragma unroll 1
     for (int first = 0; first < kCoefficients; first += kAtOnce) {
       float sum[kRows][kAtOnce];
@@ -119,7 +132,7 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const float v = warp_sums(sum[r]);
-        if (lane < kAtOnce) part[buffer][warp][r][first + lane] = v;
+        if (lane < kAtOnce) part[group][buffer][warp][r][first + lane] = v;
       }
     }
 #pragma unroll
@@ -128,14 +141,14 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
       for (int i = 0; i < kStreams * 4; ++i) squares = fmaf(x[r][i / 4][i % 4], x[r][i / 4][i % 4], squares);
       squares = warp_sum(squares);
-      if (lane == 0) part[buffer][warp][r][kCoefficients] = squares;
+      if (lane == 0) part[group][buffer][warp][r][kCoefficients] = squares;
     }
-    __syncthreads();
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(workers) : "memory");
     for (int i = thread; i < kRows * kSums; i += workers) {
       const int r = i / kSums, c = i % kSums;
       if (c > kCoefficients || batch * kRows + r >= n) continue;
-      float v = part[buffer][0][r][c];
-      for (int w = 1; w < warps; ++w) v = v + part[buffer][w][r][c];
+      float v = part[group][buffer][0][r][c];
+      for (int w = 1; w < warps; ++w) v = v + part[group][buffer][w][r][c];
       sums[((static_cast<int64_t>(batch) * kRows + r) * kSlices + slice) * kSums + c] = v;
     }
   }
@@ -227,18 +240,18 @@ bool mix_many_rows(Context& context, const Segment& fn, const HyperArgs& a, cons
                    const Tensor* out, const Addends& more, Tensor streams, Tensor y, Tensor mix,
                    const Activations& codes) {
   const int64_t bytes = kCoefficients * kStreams * a.width / kSlices * 2;
-  if (fn.type == DType::F32 || bytes + 12 * 1024 > context.device.block_shared()) return false;
+  if (fn.type == DType::F32 || bytes + 10 * 1024 > context.device.block_shared()) return false;
   auto* sums = context.workspace.get<float>(Workspace::RowSums, streams.n * kSlices * kSums);
   const auto launch = [&](auto kernel, const auto* data) {
     DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
     const int64_t resident = std::max<int64_t>(1, (context.device.block_shared() + 1024) / (bytes + 10 * 1024));
     const int64_t batches = (streams.n + kRows - 1) / kRows;
-    const int64_t groups =
-        std::min(batches, std::max<int64_t>(1, resident * context.device.multiprocessors() / kSlices));
+    const int64_t groups = std::min((batches + kTeams - 1) / kTeams,
+                                    std::max<int64_t>(1, resident * context.device.multiprocessors() / kSlices));
     launch_kernel(context.device.stream(), dim3(kSlices, static_cast<unsigned>(groups)),
-                  static_cast<unsigned>(a.width / (4 * kSlices)), static_cast<size_t>(bytes), kernel, data, fn.stride,
-                  a.width, streams.data, streams.stride, out ? out->data : nullptr, out ? out->stride : 0, more,
-                  mix.data, mix.stride, static_cast<int>(streams.n), sums);
+                  static_cast<unsigned>(kTeams * a.width / (4 * kSlices)), static_cast<size_t>(bytes), kernel, data,
+                  fn.stride, a.width, streams.data, streams.stride, out ? out->data : nullptr, out ? out->stride : 0,
+                  more, mix.data, mix.stride, static_cast<int>(streams.n), sums);
   };
   const auto of_type = [&]<class T>(const T* data) {
     out ? launch(mix_rows<T, true>, data) : launch(mix_rows<T, false>, data);

@@ -1,4 +1,4 @@
-// y = W x. Every weight byte is read once for up to 32 rows of x, once for 64 rows beyond that.
+// y = W x. Every weight byte is read once for up to 32 rows of x, once for 64 or 128 rows beyond that.
 //
 // Bytes: the weights once, 1.4 bytes per activation. Operations: 2 * rows * cols * T; block formats use the matrix
 // units on int8 (block_products.h), which are far from their limit, so what counts is the decoding: 10 to 40

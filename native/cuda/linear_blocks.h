@@ -5,6 +5,7 @@
 #include "cuda/expert_blocks.h"
 #include "cuda/stream_blocks.h"
 #include "cuda/tile_blocks.h"
+#include "cuda/wide_blocks.h"
 
 namespace ds4::cuda {
 
@@ -24,6 +25,8 @@ void launch_blocks(const Device& device, const Planes& w, const Activations& x, 
     launch_stream<type, 2, false>(device, w, x, p);
   else if (p.T <= 32)
     launch_stream<type, 4, false>(device, w, x, p);
+  else if (wide_kernel_takes<type>(device, p))
+    launch_wide<type>(device, w, x, p);
   else
     launch_tiles<type>(device, w, x, p);
 }

@@ -111,7 +111,7 @@ void expert_linear(Context& context, const CudaWeight& w, int64_t rows, Tensor x
     require(x.dim % 8 == 0 && x.stride % 4 == 0, "experts of float types have a multiple of 8 columns");
     linear_floats(context.device, s, x.data, x.stride, args);
   } else {
-    linear_blocks(context.device, s, context.quantized(x, nullptr, 0), args);
+    linear_blocks(context.device, s, context.quantized(x, nullptr, 0, args.items != nullptr), args);
   }
 }
 

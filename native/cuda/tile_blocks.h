@@ -16,12 +16,21 @@ namespace ds4::cuda {
 constexpr int kStageTiles = 2;
 constexpr int kStages = 3;
 
+// Operands of two blocks: the matrices of eight tokens at the lanes' addresses, 16 bytes each, one after the other.
+__device__ __forceinline__ uint4 load_operands(uint32_t address) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
+}
+
 // Activations of 8 NT tokens in shared memory, as they stand in memory (activations.h).
 template <DType type, int NT>
 struct Stage {
-  alignas(16) int8_t q[NT][kStageTiles * 1024];
-  alignas(16) float d[NT][kStageTiles * 8];
-  alignas(16) uint32_t sums[Layout<type>::kMin ? NT : 1][kStageTiles * 32];
+  alignas(16) int8_t q[kStageTiles][NT][1024];
+  alignas(16) float d[kStageTiles][NT][8];
+  alignas(16) uint32_t sums[kStageTiles][Layout<type>::kMin ? NT : 1][32];
 };
 template <DType type, int NT, int kWarps>
 struct TileMemory {
@@ -55,23 +64,21 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps) tile_blocks(Planes w
   reader.all(raw[0], tile0, super0);
   begin_kernel();
 
-  // Lane n of the first warp copies the activations of the n-th eight tokens.
+  // The first thread asks for the tokens of a stage's tiles.
   const int stages = (p.tiles_k + kStageTiles - 1) / kStageTiles;
-  const int64_t block0 = (group0 + min(lane, here - 1)) * x.blocks + slab * (p.cols / 32);
   const auto fetch = [&](int stage) {
-    if (warp != 0 || stage >= stages) return;
+    if (threadIdx.x != 0 || stage >= stages) return;
     Stage<type, NT>& to = memory.stages[stage % kStages];
     const uint32_t barrier = shared_address(&memory.arrivals[stage % kStages]);
-    const int tiles = min(kStageTiles, p.tiles_k - stage * kStageTiles), each = tiles * (L::kMin ? 1184 : 1056);
-    if (lane == 0) expect_bytes(barrier, each * here);
-    __syncwarp();
-    if (lane >= here) return;
-    const int64_t block = block0 + stage * (kStageTiles * kTileBlocks);
-    copy_bulk(shared_address(to.q[lane]), reinterpret_cast<const uint8_t*>(x.q + block * 256), tiles * 1024, barrier);
-    copy_bulk(shared_address(to.d[lane]), reinterpret_cast<const uint8_t*>(x.d + block * 2), tiles * 32, barrier);
-    if constexpr (L::kMin)
-      copy_bulk(shared_address(to.sums[lane]), reinterpret_cast<const uint8_t*>(x.sums + block * 8), tiles * 128,
-                barrier);
+    const int tiles = min(kStageTiles, p.tiles_k - stage * kStageTiles);
+    expect_bytes(barrier, tiles * here * (L::kMin ? 1184 : 1056));
+    for (int k = 0; k < tiles; ++k) {
+      const int64_t at = (slab * (p.cols / kTileCols) + stage * kStageTiles + k) * x.eights + group0;
+      copy_bulk(shared_address(to.q[k]), reinterpret_cast<const uint8_t*>(x.q + at * 1024), here * 1024, barrier);
+      copy_bulk(shared_address(to.d[k]), reinterpret_cast<const uint8_t*>(x.d + at * 8), here * 32, barrier);
+      if constexpr (L::kMin)
+        copy_bulk(shared_address(to.sums[k]), reinterpret_cast<const uint8_t*>(x.sums + at * 32), here * 128, barrier);
+    }
   };
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) fetch(stage);
@@ -95,10 +102,10 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps) tile_blocks(Planes w
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
         TileTokens tokens;
-        const uint4* q = reinterpret_cast<const uint4*>(from.q[n] + k * 1024) + lane;
-        tokens.q[0] = q[0], tokens.q[1] = q[32];
-        if constexpr (L::kMin) tokens.sums = from.sums[n][k * 32 + t * 8 + g];
-        const float2 scale = *reinterpret_cast<const float2*>(from.d[n] + k * 8 + 2 * t);
+        const uint32_t q = shared_address(from.q[k][n] + lane * 16);
+        tokens.q[0] = load_operands(q), tokens.q[1] = load_operands(q + 512);
+        if constexpr (L::kMin) tokens.sums = from.sums[k][n][t * 8 + g];
+        const float2 scale = *reinterpret_cast<const float2*>(from.d[k][n] + 2 * t);
         add_tile<type>(acc[n], codes, scales, tokens, scale, lane);
       }
       if (tile % kChainTiles == kChainTiles - 1 && tile != p.tiles_k - 1) {
@@ -140,24 +147,33 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps) tile_blocks(Planes w
 template <DType type>
 constexpr int kTokenTileBytes = Layout<type>::kMin ? 148 : 132;
 
-// `rows` tile rows of one warp from `row` on, one after the other in memory, for the tokens in shared memory:
-// q [tiles][8 NT tokens][128], d [tiles][8 NT], sums [tiles][NT][32].
-template <DType type, int NT, int kCopies, class Finish>
-__device__ __forceinline__ void walk_rows(const Planes& w, int tiles, int64_t slab_row, int row, int rows,
-                                          const int8_t* q, const float* d, const uint32_t* sums, uint32_t book,
-                                          int lane, const Finish& finish) {
-  using L = Layout<type>;
-  constexpr int kRing = type == DType::IQ2_XXS ? 4 : L::kQ == 8 ? 1 : 2;  // tiles on their way
-  const int g = lane / 4, t = lane % 4;
-  TileReader<type> reader(w, lane);
-  RawTile<type> raw[kRing];
-  const int64_t first = (slab_row + row) * tiles, all = static_cast<int64_t>(rows) * tiles;
-  reader.advance(first);
+template <DType type>
+constexpr int kTileRing = type == DType::IQ2_XXS  ? 4
+                          : Layout<type>::kQ == 8 ? 1
+                                                  : 2;  // tiles on their way
+
+// Asks for the first tiles of `rows` tile rows from `first` on.
+template <DType type>
+__device__ __forceinline__ void start_rows(TileReader<type>& reader, RawTile<type> (&raw)[kTileRing<type>], int tiles,
+                                           int64_t first, int rows) {
+  reader.advance(first * tiles);
 #pragma unroll
-  for (int i = 0; i < kRing; ++i)
-    if (i < all) reader.all(raw[i], i, i / 2);
+  for (int i = 0; i < kTileRing<type>; ++i)
+    if (i < rows * tiles) reader.all(raw[i], i, i / 2);
+}
+
+// `rows` tile rows of one warp from `row` on, one after the other in memory and begun by start_rows, for the tokens in
+// shared memory: q [tiles][NT][as activations.h has many rows], an address of shared memory, d [tiles][8 NT], sums
+// [tiles][NT][32]. `decode` makes operands of a tile.
+template <DType type, int NT, class Decode, class Finish>
+__device__ __forceinline__ void walk_rows(TileReader<type>& reader, RawTile<type> (&raw)[kTileRing<type>], int tiles,
+                                          int row, int rows, uint32_t q, const float* d, const uint32_t* sums, int lane,
+                                          const Decode& decode, const Finish& finish) {
+  using L = Layout<type>;
+  constexpr int kRing = kTileRing<type>;
+  const int g = lane / 4, t = lane % 4;
   q += lane * 16, d += 2 * t, sums += t * 8 + g;
-  int left = static_cast<int>(all);  // tiles from here to the end
+  int left = rows * tiles;  // tiles from here to the end
   for (int end = row + rows; row < end; ++row) {
     float total[NT][4];
     for (int tile0 = 0; tile0 < tiles; tile0 += kChainTiles) {
@@ -165,7 +181,7 @@ __device__ __forceinline__ void walk_rows(const Planes& w, int tiles, int64_t sl
       float acc[NT][4];
 #pragma unroll
       for (int i = 0; i < NT * 4; ++i) acc[i / 4][i % 4] = 0.0f;
-      const int8_t* const chain_q = q + tile0 * (NT * 1024);
+      const uint32_t chain_q = q + tile0 * (NT * 1024);
       const float* const chain_d = d + tile0 * (NT * 8);
       const uint32_t* const chain_sums = sums + tile0 * (NT * 32);
 #pragma unroll
@@ -174,13 +190,13 @@ __device__ __forceinline__ void walk_rows(const Planes& w, int tiles, int64_t sl
         RawTile<type>& own = raw[j % kRing];
         const TileScales<type> scales(own, lane);
         TileCodes codes;
-        decode_tile<type, kCopies>(own, book, lane, codes);
+        decode(own, codes);
         if (j + kRing < left) reader.all(own, j + kRing, (j + kRing) / 2);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
           TileTokens tokens;
-          const uint4* from = reinterpret_cast<const uint4*>(chain_q + (j * NT + n) * 1024);
-          tokens.q[0] = from[0], tokens.q[1] = from[32];
+          const uint32_t from = chain_q + (j * NT + n) * 1024;
+          tokens.q[0] = load_operands(from), tokens.q[1] = load_operands(from + 512);
           if constexpr (L::kMin) tokens.sums = chain_sums[(j * NT + n) * 32];
           add_tile<type>(acc[n], codes, scales, tokens, *reinterpret_cast<const float2*>(chain_d + (j * NT + n) * 8),
                          lane);
@@ -232,22 +248,21 @@ __global__ void __launch_bounds__(32 * kItemWarps<kFew>, kFew ? 2 : 1)
   auto* sums = reinterpret_cast<uint32_t*>(d + groups * tiles * 8);
   const int threads = static_cast<int>(blockDim.x);
   for (int i = threadIdx.x; i < n * tiles * 8; i += threads) {
-    const int in = i / (tiles * 8), pair = i / 4 % (tiles * 2), quarter = i % 4, row = pairs[in] / p.per_row;
-    copy_async(q + ((pair / 2 * groups + in / 8) * 2 + pair % 2) * 512 + in % 8 * 64 + quarter * 16,
-               x.q + (static_cast<int64_t>(row >> 3) * (x.blocks / 2) + pair) * 512 + (row & 7) * 64 + quarter * 16,
+    const int in = i / (tiles * 8), piece = i % (tiles * 8), row = pairs[in] / p.per_row;
+    copy_async(q + (piece / 8 * groups + in / 8) * 1024 + piece % 8 * 128 + in % 8 * 16,
+               x.q + (piece / 8 * x.eights + (row >> 3)) * 1024 + piece % 8 * 128 + (row & 7) * 16,
                std::integral_constant<int, 16>{});
   }
   for (int i = threadIdx.x; i < n * tiles; i += threads) {
     const int in = i / tiles, tile = i % tiles, row = pairs[in] / p.per_row;
-    copy_async(d + (tile * groups + in / 8) * 8 + in % 8,
-               x.d + (static_cast<int64_t>(row >> 3) * (x.blocks / 4) + tile) * 8 + (row & 7),
+    copy_async(d + (tile * groups + in / 8) * 8 + in % 8, x.d + tile * x.eights * 8 + row,
                std::integral_constant<int, 4>{});
   }
   if constexpr (L::kMin)
     for (int i = threadIdx.x; i < n * tiles * 4; i += threads) {
       const int in = i / (tiles * 4), block = i % (tiles * 4), row = pairs[in] / p.per_row;
       copy_async(sums + ((block / 4 * groups + in / 8) * 4 + block % 4) * 8 + in % 8,
-                 x.sums + (static_cast<int64_t>(row >> 3) * x.blocks + block) * 8 + (row & 7),
+                 x.sums + ((block / 4 * x.eights + (row >> 3)) * 4 + block % 4) * 8 + (row & 7),
                  std::integral_constant<int, 4>{});
     }
   wait_for_copies();
@@ -256,13 +271,17 @@ __global__ void __launch_bounds__(32 * kItemWarps<kFew>, kFew ? 2 : 1)
   const int walkers = static_cast<int>(gridDim.x) * kItemWarps<kFew>, each = (p.tiles_m + walkers - 1) / walkers;
   const int row = (static_cast<int>(blockIdx.x) * kItemWarps<kFew> + warp) * each, rows = min(each, p.tiles_m - row);
   if (rows <= 0) return;
+  const uint32_t book = grid.address(lane);
+  TileReader<type> reader(w, lane);
+  RawTile<type> raw[kTileRing<type>];
+  start_rows<type>(reader, raw, tiles, static_cast<int64_t>(item.expert) * p.tiles_m + row, rows);
   const auto run = [&](auto nt) {
-    walk_rows<type, decltype(nt)::value, kCopies>(w, tiles, static_cast<int64_t>(item.expert) * p.tiles_m, row, rows, q,
-                                                  d, sums, grid.address(lane), lane,
-                                                  [&](int at, int in, float v0, float v1) {
-                                                    if (in < n)
-                                                      finish_pair(p, item.expert, at, lane / 4, pairs[in], v0, v1);
-                                                  });
+    walk_rows<type, decltype(nt)::value>(
+        reader, raw, tiles, row, rows, shared_address(q), d, sums, lane,
+        [&](const RawTile<type>& from, TileCodes& codes) { decode_tile<type, kCopies>(from, book, lane, codes); },
+        [&](int at, int in, float v0, float v1) {
+          if (in < n) finish_pair(p, item.expert, at, lane / 4, pairs[in], v0, v1);
+        });
   };
   if constexpr (kFew) {
     if (groups == 1)

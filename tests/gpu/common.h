@@ -86,6 +86,7 @@ void check_models(Ops& ops, Results& results, uint64_t seed);
 void check_drafts(Ops& ops, Results& results, uint64_t seed);
 void check_few(Ops& ops, Results& results, uint64_t seed);
 void check_wide(Ops& ops, Results& results, uint64_t seed);
+void check_many(Ops& ops, Results& results, uint64_t seed);
 // Prints what draws cost as well.
 void check_draws(Ops& ops, Results& results, uint64_t seed);
 // Timings of single operations, of a layer's products at the widths of decoding, then of a whole model of 43 layers

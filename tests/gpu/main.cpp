@@ -1,6 +1,6 @@
 // gpu_check: everything that can only be checked or timed on a GPU, without Python.
 //
-//   gpu_check [ops] [latent] [models] [drafts] [draws] [few] [wide] [bench] [prefill] [decode]
+//   gpu_check [ops] [latent] [models] [drafts] [draws] [few] [wide] [many] [bench] [prefill] [decode]
 //             [model] [--layers N] [--seed S] [--csv FILE]
 //
 // No part named: all of them. Exit status 1 when a check failed.
@@ -66,6 +66,7 @@ int main(int argc, char** argv) {
   part("drafts", [&] { check_drafts(*ops, results, seed); });
   part("few", [&] { check_few(*ops, results, seed); });
   part("wide", [&] { check_wide(*ops, results, seed); });
+  part("many", [&] { check_many(*ops, results, seed); });
   part("draws", [&] { check_draws(*ops, results, seed); });
   part("bench", [&] { bench_ops(*make_cuda_ops({.device = 0, .synthetic_weights = true}), csv); });
   part("prefill", [&] { bench_prefill(csv, layers); });

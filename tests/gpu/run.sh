@@ -3,7 +3,7 @@
 # no network. Arguments go to gpu_check; OUT names the folder for the log and the CSV.
 #
 #   tests/gpu/run.sh                      everything (about five minutes on sixteen cores and an H200)
-#   tests/gpu/run.sh ops latent models drafts draws wide   the checks
+#   tests/gpu/run.sh ops latent models drafts draws wide many   the checks
 #   tests/gpu/run.sh bench model          the timings
 set -u
 cd "$(dirname "$0")/../.."
