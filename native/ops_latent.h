@@ -74,6 +74,7 @@ struct LatentAttention {
   int64_t heads = 0;
   int64_t head_dim = 0;
   float scale = 1.0f;
+  int64_t short_columns = 0;  // at the start of every row, with at most eight significant bits, as after Fp8
 };
 
 class LatentOps {
@@ -122,6 +123,12 @@ class LatentOps {
     if (rounding != RowRounding::None) round_rows(x, 1, rounding, table.dim);
   }
 
+  // The indexer's queries: rope_tail and round_rows, in place.               x [T, heads * D], table [T, R]
+  virtual void index_query(Tensor x, Tensor table, int64_t heads, RowRounding rounding) {
+    rope_tail(x, table, heads, false);
+    if (rounding != RowRounding::None) round_rows(x, heads, rounding, table.dim);
+  }
+
   // x[t] becomes row rows[t].position of the ring.
   virtual void ring_store(Tensor x, std::span<const RowRef> rows, size_t ring) = 0;
   // y[t] = the row of position rows[t].position - 1 of the same session: of x where this step has it, else of the ring;
@@ -145,6 +152,11 @@ class LatentOps {
   // there are at most k.  q [T, heads * dim], weight [T, heads]
   virtual Selection select(Tensor q, Tensor weight, std::span<const RowRef> rows, size_t index_rows, int64_t ratio,
                            int64_t heads, int64_t k) = 0;
+  // select where q and the rows have at most eight significant bits a value, as after HadamardFp4.
+  virtual Selection select_short(Tensor q, Tensor weight, std::span<const RowRef> rows, size_t index_rows,
+                                 int64_t ratio, int64_t heads, int64_t k) {
+    return select(q, weight, rows, index_rows, ratio, heads, k);
+  }
   // Softmax attention of every head over the last `window` latent rows (those of this step in `kv`, older ones in the
   // ring) and the selected compressed rows; a row is key and value. `selection` null: all compressed rows.
   //   q [T, heads * D], kv [T, D], out [T, heads * D]

@@ -35,6 +35,7 @@ class Context {
   void reset_step() {
     arena.reset();
     for (Rounded& r : kept_) r = {};
+    raw_heads = {};
     if (staged_) return;  // the inputs of this very step
     inputs.reset();
     refs_.clear();
@@ -77,7 +78,17 @@ class Context {
     Addends addends;
   };
   Owed owed;
+  // Heads that still lack their norm and rotation (LatentOps::head_norm_rope). Attention does both while it reads them;
+  // every other operation has them done first, through `enter`; `enter_beside` is for those that do not touch heads.
+  struct RawHeads {
+    Tensor x;
+    int64_t heads = 0;
+    float eps = 0;
+    Tensor table;
+  };
+  RawHeads raw_heads;
   void enter();
+  void enter_beside();
 
   Device device;
   Arena arena;

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <bit>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/device_math.h"
 #include "cuda/hyper.h"
@@ -236,6 +237,51 @@ __global__ void __launch_bounds__(128)
   __syncthreads();
   round_row(shared, dim, rounding, rotated);
   for (int i = threadIdx.x; i < dim; i += blockDim.x) row[i] = shared[i];
+}
+
+// The rotation of the last columns of a head of 128 and round_row's HadamardFp4, with the same arithmetic: a warp has a
+// head, a lane four neighbouring columns.
+constexpr int kIndexDim = 128;
+__global__ void __launch_bounds__(128)
+    index_query_kernel(float* x, int64_t stride, int heads, const float* table, int64_t table_stride, int pairs) {
+  begin_kernel();
+  const int h = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (h >= heads) return;
+  float4* at = reinterpret_cast<float4*>(x + blockIdx.y * stride + static_cast<int64_t>(h) * kIndexDim) + lane;
+  const float4 in = *at;
+  float v[4] = {in.x, in.y, in.z, in.w};
+  if (const int pair = (4 * lane - (kIndexDim - 2 * pairs)) / 2; 4 * lane >= kIndexDim - 2 * pairs) {
+    const float *cosine = table + blockIdx.y * table_stride + pair, *sine = cosine + pairs;
+    rotate(v[0], v[1], cosine[0], sine[0]);
+    rotate(v[2], v[3], cosine[1], sine[1]);
+  }
+  const auto turn = [](float& a, float& b) {
+    const float sum = a + b;
+    b = a - b;
+    a = sum;
+  };
+  turn(v[0], v[1]), turn(v[2], v[3]);
+  turn(v[0], v[2]), turn(v[1], v[3]);
+#pragma unroll
+  for (int mask = 1; mask < 32; mask *= 2)
+#pragma unroll
+    for (float& f : v) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, f, mask);
+      f = lane & mask ? other - f : f + other;
+    }
+  const float norm = static_cast<float>(1.0 / sqrt(static_cast<double>(kIndexDim)));
+  float largest = 0.0f;
+#pragma unroll
+  for (float& f : v) {
+    f = f * norm;
+    largest = fmaxf(largest, fabsf(f));
+  }
+#pragma unroll
+  for (int mask = 1; mask < 8; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, mask));
+  const float scale = ceil_power_of_two(fmaxf(6.0f * 0x1p-126f, largest) * (1.0f / 6.0f));
+#pragma unroll
+  for (float& f : v) f = to_small(fminf(fmaxf(f / scale, -6.0f), 6.0f), 0, 1, 6.0f) * scale;
+  *at = make_float4(v[0], v[1], v[2], v[3]);
 }
 
 // One head of a row: norm without gain, then the rotation of its last columns. A thread has four neighbours at a time.
@@ -607,20 +653,40 @@ class CudaLatentOps final : public LatentOps {
 
   Selection select(Tensor q, Tensor weight, std::span<const RowRef> rows, size_t index_rows, int64_t ratio,
                    int64_t heads, int64_t k) override {
+    context_.enter_beside();
+    return select_rows(context_, q, weight, rows, index_rows, ratio, heads, k, false);
+  }
+
+  Selection select_short(Tensor q, Tensor weight, std::span<const RowRef> rows, size_t index_rows, int64_t ratio,
+                         int64_t heads, int64_t k) override {
+    context_.enter_beside();
+    return select_rows(context_, q, weight, rows, index_rows, ratio, heads, k, true);
+  }
+
+  void index_query(Tensor x, Tensor table, int64_t heads, RowRounding rounding) override {
+    const int64_t pairs = table.dim / 2;
+    if (rounding != RowRounding::HadamardFp4 || x.dim != heads * kIndexDim || pairs % 2 != 0 || 2 * pairs > kIndexDim ||
+        x.stride % 4 != 0)
+      return LatentOps::index_query(x, table, heads, rounding);
     enter();
-    return select_rows(context_, q, weight, rows, index_rows, ratio, heads, k);
+    require(table.n == x.n, "index_query shapes");
+    context_.written(x);
+    if (x.n == 0) return;
+    launch_kernel(stream(), dim3(pieces(heads, 4), static_cast<unsigned>(x.n)), 128, 0, index_query_kernel, x.data,
+                  x.stride, static_cast<int>(heads), table.data, table.stride, static_cast<int>(pairs));
+    DS4_CUDA(cudaGetLastError());
   }
 
   void latent_attention(Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
                         const Selection* selection, Tensor out) override {
-    enter();
+    context_.enter_beside();
     context_.written(out);
     cuda::latent_attention(context_, q, kv, rows, a, selection, nullptr, out);
   }
 
   void latent_attention_rope(Tensor q, Tensor kv, std::span<const RowRef> rows, const LatentAttention& a,
                              const Selection* selection, Tensor table, Tensor out) override {
-    enter();
+    context_.enter_beside();
     require(table.n == out.n && table.dim <= a.head_dim && table.dim % 8 == 0, "latent_attention_rope shapes");
     context_.written(out);
     cuda::latent_attention(context_, q, kv, rows, a, selection, &table, out);
@@ -633,10 +699,8 @@ class CudaLatentOps final : public LatentOps {
     if (dim % 4 != 0 || table.dim % 4 != 0 || x.stride % 4 != 0) return LatentOps::head_norm_rope(x, heads, eps, table);
     context_.written(x);
     if (x.n == 0) return;
-    launch_kernel(stream(), dim3(static_cast<unsigned>(heads), static_cast<unsigned>(x.n)), 128, 0,
-                  head_norm_rope_kernel, x.data, x.stride, static_cast<int>(dim), eps, table.data, table.stride,
-                  static_cast<int>(table.dim / 2));
-    DS4_CUDA(cudaGetLastError());
+    context_.raw_heads = {x, heads, eps, table};
+    if (!attention_norms(dim)) settle_heads(context_);
   }
 
   void key_row(Ops&, Tensor x, Norm norm, Tensor table, RowRounding rounding) override {
@@ -755,6 +819,17 @@ class CudaLatentOps final : public LatentOps {
 };
 
 }  // namespace
+
+void settle_heads(Context& context) {
+  const auto [x, heads, eps, table] = std::exchange(context.raw_heads, {});
+  if (x.n == 0) return;
+  context.device.on_stream([&] {
+    launch_kernel(context.device.stream(), dim3(static_cast<unsigned>(heads), static_cast<unsigned>(x.n)), 128, 0,
+                  head_norm_rope_kernel, x.data, x.stride, static_cast<int>(x.dim / heads), eps, table.data,
+                  table.stride, static_cast<int>(table.dim / 2));
+    DS4_CUDA(cudaGetLastError());
+  });
+}
 
 std::unique_ptr<LatentOps> make_latent_ops(Context& context) {
   return std::make_unique<CudaLatentOps>(context);

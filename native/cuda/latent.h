@@ -9,5 +9,7 @@
 namespace ds4::cuda {
 
 std::unique_ptr<LatentOps> make_latent_ops(Context& context);
+// Does what Context::raw_heads still lack.
+void settle_heads(Context& context);
 
 }  // namespace ds4::cuda

@@ -162,6 +162,7 @@ void* Workspace::bytes(Slot slot, size_t n) {
   if (n > b.bytes()) {
     b = DeviceBuffer();
     b = DeviceBuffer(device_, (n + n / 4 + 255) / 256 * 256, DeviceBuffer::Pooled);
+    if (slot == Arrived) DS4_CUDA(cudaMemsetAsync(b.as(), 0, b.bytes(), device_.stream()));
     ++generation_;
   }
   return b.as();

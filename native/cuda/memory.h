@@ -171,6 +171,9 @@ class Workspace {
     Plan,
     Pooled,
     RowSums,
+    HalfParts,
+    HalfScales,
+    Arrived,     // counters: zeros at first, and again after each kernel that counts
     KeptQuants,  // three of each, see Context::Kept
     KeptScales = KeptQuants + 3,
     KeptSums = KeptScales + 3,

@@ -10,7 +10,7 @@ namespace ds4::deepseek4 {
 namespace {
 
 // Lanes (Ops::beside) of a layer.
-constexpr int kKeyLane = 0;  // the token's own key row
+constexpr int kKeyLane = 0;  // the token's own key row; the indexer's queries
 constexpr int kRowLane = 1;  // compressed rows; the shared expert
 
 }  // namespace
@@ -282,9 +282,12 @@ void Layers::enter_attention(const LayerWeights& w, const Tensor& streams, Activ
                       a.mix);
 }
 
-void Layers::queries(const LayerWeights& w, const Tensor& rope, Activations& a) {
+void Layers::low_queries(const LayerWeights& w, Activations& a) {
   ops_->linear(*w.q_a, a.x, nullptr, nullptr, a.q_low);  // [T, q rank]
   ops_->rms_norm(a.q_low, norm(w.q_a_norm), a.q_low);
+}
+
+void Layers::high_queries(const LayerWeights& w, const Tensor& rope, Activations& a) {
   ops_->linear(*w.q_b, a.q_low, nullptr, nullptr, a.q);  // [T, heads D]
   latent_->head_norm_rope(a.q, shape_.heads, shape_.norm_eps, rope);
 }
@@ -303,7 +306,8 @@ LatentAttention Layers::attend_args(const LayerWeights& w, const LayerState& at,
           .sinks = w.sinks.get(),
           .heads = shape_.heads,
           .head_dim = shape_.head_dim,
-          .scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape_.head_dim)))};
+          .scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape_.head_dim))),
+          .short_columns = shape_.rounding ? shape_.head_dim - shape_.rotated : 0};
 }
 
 void Layers::attention_out(const LayerWeights& w, Activations& a) {
@@ -317,13 +321,14 @@ void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t rati
   ops_->beside(kKeyLane, [&] { keys(w, a.x, rope, a.kv); });
   // A token sees the row that it closes, so rows are compressed first.
   if (ratio != 0) ops_->beside(kRowLane, [&] { compress(w, at, ratio, rows, a); });
-  queries(w, rope, a);
+  low_queries(w, a);
+  const bool selected = ratio == 4 && chooses(rows);
+  if (selected) ops_->beside(kKeyLane, [&] { index_queries(w, rope, a); });
+  high_queries(w, rope, a);
   ops_->join();
 
   Selection selection;
-  bool selected = false;
-  if (ratio == 4) selected = select(w, at, rows, rope, a, selection);
-
+  if (selected) selection = select(at, rows, a);
   latent_->latent_attention_rope(a.q, a.kv, rows, attend_args(w, at, ratio), selected ? &selection : nullptr, rope,
                                  a.attended);
   ops_->beside(kKeyLane, [&] { latent_->ring_store(a.kv, rows, at.window); });
@@ -359,18 +364,24 @@ void Layers::compress(const LayerWeights& w, const LayerState& at, int64_t ratio
                      .rounding = s.rounding ? RowRounding::HadamardFp4 : RowRounding::None});
 }
 
-// The indexer's choice, needed only where more rows exist than it may choose. False: every row sees all.
-bool Layers::select(const LayerWeights& w, const LayerState& at, std::span<const RowRef> rows, const Tensor& rope,
-                    Activations& a, Selection& selection) {
+// Whether the indexer chooses: only where more rows exist than it may. Otherwise every row sees all.
+bool Layers::chooses(std::span<const RowRef> rows) const {
+  return (ops_->horizon(rows) + 1) / 4 > shape_.index_top_k;
+}
+
+void Layers::index_queries(const LayerWeights& w, const Tensor& rope, Activations& a) {
   const Shape& s = shape_;
-  if ((ops_->horizon(rows) + 1) / 4 <= s.index_top_k) return false;
   ops_->linear(*w.index_q, a.q_low, nullptr, nullptr, a.index_q);  // [T, index heads * index dim]
-  latent_->rope_tail(a.index_q, rope, s.index_heads, false);
-  if (s.rounding) latent_->round_rows(a.index_q, s.index_heads, RowRounding::HadamardFp4, s.rotated);
+  latent_->index_query(a.index_q, rope, s.index_heads, s.rounding ? RowRounding::HadamardFp4 : RowRounding::None);
   // The trained weights carry 1 / sqrt(index heads * index dim), which changes no order.
   ops_->linear(*w.index_weight, a.x, nullptr, nullptr, a.index_weight);
-  selection = latent_->select(a.index_q, a.index_weight, rows, at.index_rows, 4, s.index_heads, s.index_top_k);
-  return true;
+}
+
+Selection Layers::select(const LayerState& at, std::span<const RowRef> rows, const Activations& a) {
+  const Shape& s = shape_;
+  return s.rounding
+             ? latent_->select_short(a.index_q, a.index_weight, rows, at.index_rows, 4, s.index_heads, s.index_top_k)
+             : latent_->select(a.index_q, a.index_weight, rows, at.index_rows, 4, s.index_heads, s.index_top_k);
 }
 
 // out = shared(x) + sum_k weight_k expert_k(x)

@@ -135,7 +135,10 @@ class Layers {
                  Activations& a);
 
   // The parts of `attention`.
-  void queries(const LayerWeights& w, const Tensor& rope, Activations& a);  // a.q of a.x
+  void queries(const LayerWeights& w, const Tensor& rope, Activations& a) {  // a.q of a.x
+    low_queries(w, a);
+    high_queries(w, rope, a);
+  }
   void keys(const LayerWeights& w, const Tensor& x, const Tensor& rope, Tensor kv);
   LatentAttention attend_args(const LayerWeights& w, const LayerState& at, int64_t ratio) const;
   void attention_out(const LayerWeights& w, Activations& a);  // a.out of a.attended, rotated back
@@ -146,8 +149,11 @@ class Layers {
   std::unique_ptr<Weight> stack(const std::vector<MatrixView>& parts, WeightUse use = WeightUse::Linear);
   void compress(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
                 Activations& a);
-  bool select(const LayerWeights& w, const LayerState& at, std::span<const RowRef> rows, const Tensor& rope,
-              Activations& a, Selection& selection);
+  void low_queries(const LayerWeights& w, Activations& a);                       // a.q_low of a.x
+  void high_queries(const LayerWeights& w, const Tensor& rope, Activations& a);  // a.q of a.q_low
+  bool chooses(std::span<const RowRef> rows) const;
+  void index_queries(const LayerWeights& w, const Tensor& rope, Activations& a);
+  Selection select(const LayerState& at, std::span<const RowRef> rows, const Activations& a);
   void experts(const LayerWeights& w, std::span<const int32_t> ids, Activations& a);
 
   const Shape& shape_;

@@ -158,9 +158,9 @@ void bench_ops(Ops& ops, std::FILE* csv) {
                      kv = upload(ops, random.floats(T * D), T, D), out = ops.scratch(T, heads * D);
         const Tensor iq = upload(ops, random.floats(T * heads * 128), T, heads * 128),
                      iw = upload(ops, random.floats(T * heads), T, heads);
-        Selection s = l.select(iq, iw, rows, 2, 4, heads, 512);
+        Selection s = l.select_short(iq, iw, rows, 2, 4, heads, 512);
         const std::string at = " at " + std::to_string(depth);
-        line(csv, "select" + at, T, time_op(ops, 8, [&](int) { s = l.select(iq, iw, rows, 2, 4, heads, 512); }),
+        line(csv, "select" + at, T, time_op(ops, 8, [&](int) { s = l.select_short(iq, iw, rows, 2, 4, heads, 512); }),
              static_cast<double>(T * depth / 4 * 128 * 4));
         const LatentAttention a{.window_ring = 0,
                                 .window = 128,

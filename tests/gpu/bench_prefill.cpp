@@ -141,27 +141,29 @@ class Layer {
       c.ring = 4, c.rows = 2, c.bias = bias128.get(), c.ratio = 128;
       line("compress 128" + at, time_op(ops_, 4, [&](int) { latent_.compress(narrow, rows, c); }), 0, 0);
       line("ring_store" + at, time_op(ops_, 4, [&](int) { latent_.ring_store(kv, rows, 0); }), 0, share);
-      for (const int64_t ratio : {4, 128}) {
-        const LatentAttention a{.window_ring = 0,
-                                .window = 128,
-                                .compressed = true,
-                                .rows = static_cast<size_t>(ratio == 4 ? 1 : 2),
-                                .ratio = ratio,
-                                .sinks = sinks.get(),
-                                .heads = kHeads,
-                                .head_dim = kHeadDim,
-                                .scale = 0.05f};
-        line("attention " + std::to_string(ratio) + at,
-             time_op(ops_, 4, [&](int) { latent_.latent_attention_rope(q, kv, rows, a, nullptr, table, out); }), 0,
-             ratio == 4 ? share : 0);
-      }
+      for (const int64_t ratio : {4, 128})
+        for (const int64_t short_columns : {kHeadDim - 64, int64_t{0}}) {
+          const LatentAttention a{.window_ring = 0,
+                                  .window = 128,
+                                  .compressed = true,
+                                  .rows = static_cast<size_t>(ratio == 4 ? 1 : 2),
+                                  .ratio = ratio,
+                                  .sinks = sinks.get(),
+                                  .heads = kHeads,
+                                  .head_dim = kHeadDim,
+                                  .scale = 0.05f,
+                                  .short_columns = short_columns};
+          line("attention " + std::to_string(ratio) + (short_columns ? "" : " unrounded") + at,
+               time_op(ops_, 4, [&](int) { latent_.latent_attention_rope(q, kv, rows, a, nullptr, table, out); }), 0,
+               ratio == 4 && short_columns ? share : 0);
+        }
       if (depth == 0) continue;
       const Tensor iq = random(T_, kHeads * 128), iw = random(T_, kHeads);
       std::vector<StateSpec> index = {{.name = "index", .type = DType::F32, .width = 128, .ratio = 4}};
       const auto other = ops_.new_state(index, depth + T_);
       other->reserve(depth + T_);
       for (RowRef& r : rows) r.state = other.get();
-      line("select" + at, time_op(ops_, 4, [&](int) { latent_.select(iq, iw, rows, 0, 4, kHeads, 512); }), 0, 0);
+      line("select" + at, time_op(ops_, 4, [&](int) { latent_.select_short(iq, iw, rows, 0, 4, kHeads, 512); }), 0, 0);
     }
   }
 

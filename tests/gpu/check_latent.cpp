@@ -163,6 +163,58 @@ void check_heads(const Pair& p, Results& r, Random& random) {
   }
 }
 
+// The indexer's queries and choice in their own kernels against the operations they stand for, on the same backend.
+void check_indexer(const Pair& p, Results& r, Random& random) {
+  p.reset();
+  const int64_t T = 40, heads = 64, dim = 128, k = 64, n_rows = 700, ratio = 4;
+  const auto x = random.floats(T * heads * dim, 3.0f), table = random.floats(T * 64), w = random.floats(T * heads);
+  const Tensor t = upload(p.cuda, table, T, 64), weight = upload(p.cuda, w, T, heads);
+  LatentOps& l = *p.cuda.latent();
+  Tensor q = upload(p.cuda, x, T, heads * dim), parts = upload(p.cuda, x, T, heads * dim);
+  l.index_query(q, t, heads, RowRounding::HadamardFp4);
+  l.rope_tail(parts, t, heads, false);
+  l.round_rows(parts, heads, RowRounding::HadamardFp4, 64);
+  r.equal(download(p.cuda, q), download(p.cuda, parts), "index_query");
+
+  // Two sessions; every row alone, and all of them, by the units; their choice differs from f32's at most in the order
+  // of additions.
+  const std::vector<StateSpec> specs = {{.name = "index", .type = DType::F32, .width = dim, .ratio = ratio}};
+  std::vector<std::unique_ptr<State>> states;
+  std::vector<RowRef> rows;
+  for (int s = 0; s < 2; ++s) {
+    Tensor keys = upload(p.cuda, random.floats(n_rows * dim), n_rows, dim);
+    l.round_rows(keys, 1, RowRounding::HadamardFp4, 0);
+    const auto values = download(p.cuda, keys);
+    states.push_back(p.cuda.new_state(specs, n_rows * ratio + 64));
+    states.back()->reserve(n_rows * ratio);
+    states.back()->import_rows(0, 0, n_rows, std::as_bytes(std::span(values)));
+    for (int64_t i = 0; i < T / 2; ++i)
+      rows.push_back({states.back().get(), static_cast<int32_t>((s == 0 ? 245 : n_rows * ratio - T / 2) + i)});
+  }
+  const Selection all = l.select_short(q, weight, rows, 0, ratio, heads, k),
+                  plain = l.select(q, weight, rows, 0, ratio, heads, k);
+  const auto ids = integers(p.cuda, all.ids, T * k), counts = integers(p.cuda, all.counts, T),
+             plain_ids = integers(p.cuda, plain.ids, T * k);
+  int64_t chosen = 0, apart = 0;
+  bool same = true;
+  for (int64_t i = 0; i < T; ++i) {
+    const Selection one = l.select_short(q.rows(i, 1), weight.rows(i, 1),
+                                         std::span(rows).subspan(static_cast<size_t>(i), 1), 0, ratio, heads, k);
+    const auto alone = integers(p.cuda, one.ids, k);
+    if (integers(p.cuda, one.counts, 1)[0] != counts[static_cast<size_t>(i)]) same = false;
+    if (counts[static_cast<size_t>(i)] < 0) continue;
+    chosen += k;
+    for (int64_t j = 0; j < k; ++j) {
+      const auto at = static_cast<size_t>(i * k + j);
+      if (alone[static_cast<size_t>(j)] != ids[at]) same = false;
+      if (!std::binary_search(plain_ids.begin() + i * k, plain_ids.begin() + (i + 1) * k, ids[at])) ++apart;
+    }
+  }
+  r.expect(same, "select_short of rows alone");
+  r.expect(chosen > 0 && apart <= 2,
+           "select_short against select: " + std::to_string(apart) + " of " + std::to_string(chosen) + " apart");
+}
+
 // Operations in one kernel against their parts on the reference.
 void check_joined(const Pair& p, Results& r, Random& random) {
   p.reset();
@@ -214,9 +266,12 @@ struct LatentRun {
   std::vector<int32_t> counts;
 };
 
-LatentRun run_latent(Ops& ops, int64_t ratio, int64_t chunk, int64_t total, RowRounding rounding, uint64_t seed) {
+// `wide`: heads of 512 columns, which come raw and go rotated.
+LatentRun run_latent(Ops& ops, int64_t ratio, int64_t chunk, int64_t total, RowRounding rounding, uint64_t seed,
+                     bool wide = false) {
   Random random(seed);
-  const int64_t dim = 128, heads = 6, window = 16, index_heads = 32, index_dim = 128, k = 8, sessions = 2;
+  const int64_t dim = wide ? 512 : 128, heads = wide ? 20 : 6, window = wide ? 128 : 16, index_heads = 32,
+                index_dim = 128, k = 8, sessions = 2;
   const int64_t lanes = ratio == 4 ? 2 : 1, half = lanes * dim;
   const std::vector<StateSpec> specs = {{.name = "window",
                                          .kind = StateKind::Ring,
@@ -297,19 +352,36 @@ LatentRun run_latent(Ops& ops, int64_t ratio, int64_t chunk, int64_t total, RowR
                 .dim = index_dim,
                 .rounding = rounding == RowRounding::None ? RowRounding::None : RowRounding::HadamardFp4});
     Selection selection;
-    if (ratio == 4)
-      selection = l.select(take(iq, index_heads * index_dim), take(iw, index_heads), rows, 4, ratio, index_heads, k);
-    l.latent_attention(take(q, heads * dim), tkv, rows,
-                       {.window_ring = 0,
-                        .window = window,
-                        .compressed = true,
-                        .rows = 2,
-                        .ratio = ratio,
-                        .sinks = ws.get(),
-                        .heads = heads,
-                        .head_dim = dim,
-                        .scale = 0.1f},
-                       ratio == 4 ? &selection : nullptr, y);
+    if (ratio == 4) {
+      const Tensor tiq = take(iq, index_heads * index_dim), tiw = take(iw, index_heads);
+      if (rounding == RowRounding::None) {
+        selection = l.select(tiq, tiw, rows, 4, ratio, index_heads, k);
+      } else {
+        l.round_rows(tiq, index_heads, RowRounding::HadamardFp4, 0);
+        selection = l.select_short(tiq, tiw, rows, 4, ratio, index_heads, k);
+      }
+    }
+    const LatentAttention attention{.window_ring = 0,
+                                    .window = window,
+                                    .compressed = true,
+                                    .rows = 2,
+                                    .ratio = ratio,
+                                    .sinks = ws.get(),
+                                    .heads = heads,
+                                    .head_dim = dim,
+                                    .scale = 0.1f,
+                                    .short_columns = wide && rounding == RowRounding::Fp8 ? dim - 64 : 0};
+    if (wide) l.round_rows(tkv, 1, rounding, 64);
+    const Selection* const chosen = ratio == 4 ? &selection : nullptr;
+    const Tensor tq = take(q, heads * dim);
+    if (wide) {
+      const Tensor table = poisoned(ops, T, 64);
+      l.rope_table_f32(rows, freq, table);
+      l.head_norm_rope(tq, heads, 1e-6f, table);
+      l.latent_attention_rope(tq, tkv, rows, attention, chosen, table, y);
+    } else {
+      l.latent_attention(tq, tkv, rows, attention, chosen, y);
+    }
     l.ring_store(tkv, rows, 0);
     const auto got = download(ops, y);
     std::vector<int32_t> counts(static_cast<size_t>(T), -1);
@@ -353,10 +425,38 @@ void check_attention(const Pair& p, Results& r, uint64_t seed) {
     }
 }
 
+void check_wide_heads(const Pair& p, Results& r, uint64_t seed) {
+  for (const int64_t ratio : {4, 128})
+    for (const RowRounding rounding : {RowRounding::None, RowRounding::Fp8}) {
+      const int64_t total = 210;
+      const std::string what =
+          "latent of 512 columns, ratio " + std::to_string(ratio) + (rounding == RowRounding::None ? "" : ", rounded");
+      const LatentRun ref = run_latent(p.ref, ratio, total, total, rounding, seed, true);
+      const LatentRun all = run_latent(p.cuda, ratio, total, total, rounding, seed, true);
+      r.close(all.attended, ref.attended, rounding == RowRounding::None ? 1e-5 : 5e-2, what);
+      for (const int64_t chunk : {1, 3, 50, 97}) {
+        const LatentRun cut = run_latent(p.cuda, ratio, chunk, total, rounding, seed, true);
+        r.equal(cut.attended, all.attended, what + " in chunks of " + std::to_string(chunk));
+      }
+    }
+  // Raw heads that something else reads first.
+  p.reset();
+  Random random(seed);
+  const int64_t T = 3, heads = 2, dim = 512;
+  const auto x = random.floats(T * heads * dim), angles = random.floats(T * 64);
+  std::vector<std::vector<float>> found;
+  for (Ops* ops : {&p.cuda, &p.ref}) {
+    const Tensor q = upload(*ops, x, T, heads * dim), table = upload(*ops, angles, T, 64);
+    ops->latent()->head_norm_rope(q, heads, 1e-6f, table);
+    found.push_back(download(*ops, q));
+  }
+  r.close(found[0], found[1], 1e-6, "head_norm_rope of 512 columns");
+}
+
 void check_select(const Pair& p, Results& r, Random& random) {
   // Many rows, with ties: the same set as a stable sort of the reference's scores.
   p.reset();
-  const int64_t ratio = 4, heads = 64, dim = 128, n_rows = 3000, k = 512;
+  const int64_t ratio = 4, heads = 64, dim = 128, n_rows = 5000, k = 512;
   const std::vector<StateSpec> specs = {{.name = "index", .type = DType::F32, .width = dim, .ratio = ratio}};
   const auto s = p.cuda.new_state(specs, n_rows * ratio + 64), sr = p.ref.new_state(specs, n_rows * ratio + 64);
   // Small whole numbers: scores are exact in f32 and often equal.
@@ -367,7 +467,7 @@ void check_select(const Pair& p, Results& r, Random& random) {
   s->import_rows(0, 0, n_rows, std::as_bytes(std::span(keys)));
   sr->import_rows(0, 0, n_rows, std::as_bytes(std::span(keys)));
   std::vector<RowRef> rows, rows_r;
-  for (const int32_t at : {100, 2047, 2051, 2055, 8000, 11999}) {
+  for (const int32_t at : {100, 2047, 2051, 2055, 8000, 11999, 16383, 16387, 19999}) {
     rows.push_back({s.get(), at});
     rows_r.push_back({sr.get(), at});
   }
@@ -375,16 +475,19 @@ void check_select(const Pair& p, Results& r, Random& random) {
   std::vector<float> q(static_cast<size_t>(T * heads * dim)), w(static_cast<size_t>(T * heads));
   for (float& v : q) v = static_cast<float>(random.below(3) - 1);
   for (float& v : w) v = static_cast<float>(random.below(5) - 2);
-  const Selection a =
-      p.cuda.latent()->select(upload(p.cuda, q, T, heads * dim), upload(p.cuda, w, T, heads), rows, 0, ratio, heads, k);
+  const Tensor in = upload(p.cuda, q, T, heads * dim), weights = upload(p.cuda, w, T, heads);
   const Selection b =
       p.ref.latent()->select(upload(p.ref, q, T, heads * dim), upload(p.ref, w, T, heads), rows_r, 0, ratio, heads, k);
-  const auto ca = integers(p.cuda, a.counts, T), ia = integers(p.cuda, a.ids, T * k);
-  for (int64_t t = 0; t < T; ++t) {
-    r.expect(ca[static_cast<size_t>(t)] == b.counts[t], "select count of row " + std::to_string(t));
-    if (b.counts[t] < 0) continue;
-    r.expect(std::equal(b.ids + t * k, b.ids + (t + 1) * k, ia.begin() + t * k),
-             "select ids of row " + std::to_string(t));
+  for (const bool short_values : {false, true}) {
+    const Selection a = short_values ? p.cuda.latent()->select_short(in, weights, rows, 0, ratio, heads, k)
+                                     : p.cuda.latent()->select(in, weights, rows, 0, ratio, heads, k);
+    const auto ca = integers(p.cuda, a.counts, T), ia = integers(p.cuda, a.ids, T * k);
+    for (int64_t t = 0; t < T; ++t) {
+      const std::string what = (short_values ? " of short row " : " of row ") + std::to_string(t);
+      r.expect(ca[static_cast<size_t>(t)] == b.counts[t], "select count" + what);
+      if (b.counts[t] < 0) continue;
+      r.expect(std::equal(b.ids + t * k, b.ids + (t + 1) * k, ia.begin() + t * k), "select ids" + what);
+    }
   }
 }
 
@@ -472,7 +575,9 @@ void check_latent(Ops& cuda, Results& results, uint64_t seed, const Traits& trai
   check_joined(p, results, random);
   check_heads(p, results, random);
   check_previous(p, results, random);
+  check_wide_heads(p, results, seed);
   check_select(p, results, random);
+  check_indexer(p, results, random);
   check_attention(p, results, seed + 2);
   check_experts(p, results, random);
 }

@@ -102,6 +102,47 @@ void check_linear(Ops& cuda, Ops& ref, Results& r, Random& random, const Traits&
   }
 }
 
+// Float matrices and more rows than a decoding step has, of values of all sizes: against the reference, and the bits of
+// few rows at once.
+void check_many_rows(Ops& cuda, Ops& ref, Results& r, Random& random, const Traits& traits) {
+  for (const DType type : {DType::F32, DType::F16, DType::BF16})
+    for (const Shape& s : {Shape{96, 1024}, {514, 256}, {33, 96}, {5000, 288}, {20, 40}}) {
+      cuda.reset_scratch();
+      ref.reset_scratch();
+      const std::string what =
+          std::string("many rows, ") + dtype_name(type) + " " + std::to_string(s.rows) + "x" + std::to_string(s.cols);
+      const auto bytes = random.matrix(type, s.rows, s.cols, 1.0f / std::sqrt(static_cast<float>(s.cols)));
+      const MatrixView view{bytes.data(), s.rows, s.cols, type};
+      const auto w = cuda.load({&view, 1}, WeightUse::Precise), wr = ref.load({&view, 1}, WeightUse::Precise);
+      const int64_t T = 77;
+      auto x = random.floats(T * s.cols);
+      for (int64_t t = 0; t < T; ++t)
+        for (int64_t i = 0; i < s.cols; ++i)
+          x[static_cast<size_t>(t * s.cols + i)] *= std::ldexp(1.0f, static_cast<int>(t % 9) * 5 - 20);
+      for (int64_t i = 0; i < s.cols; ++i) x[static_cast<size_t>(i)] = 0.0f;
+      const Tensor in = upload(cuda, x, T, s.cols);
+      Tensor y = poisoned(cuda, T, s.rows), yr = poisoned(ref, T, s.rows);
+      cuda.linear(*w, in, nullptr, nullptr, y);
+      ref.linear(*wr, upload(ref, x, T, s.cols), nullptr, nullptr, yr);
+      const auto all = download(cuda, y), expected = download(ref, yr);
+      for (int64_t t = 0; t < T; t += 19) {
+        const auto row = [&](const std::vector<float>& v) {
+          return std::vector<float>(v.begin() + t * s.rows, v.begin() + (t + 1) * s.rows);
+        };
+        r.close(row(all), row(expected), std::min(1e-5, traits.product_error(type)),
+                what + " row " + std::to_string(t));
+      }
+      for (const int64_t group : {1, 16, 32, 40}) {
+        Tensor y2 = poisoned(cuda, T, s.rows);
+        for (int64_t t = 0; t < T; t += group) {
+          const int64_t n = std::min(group, T - t);
+          cuda.linear(*w, in.rows(t, n), nullptr, nullptr, y2.rows(t, n));
+        }
+        r.equal(download(cuda, y2), all, what + " in groups of " + std::to_string(group));
+      }
+    }
+}
+
 void check_attention(Ops& cuda, Ops& ref, Results& r, Random& random, const Traits& traits) {
   struct Case {
     int64_t q_heads, kv_heads, dim, pairs;
@@ -206,6 +247,7 @@ void check_ops(Ops& cuda, Results& results, uint64_t seed, const Traits& traits)
   Random random(seed);
   check_small(cuda, *ref, results, random);
   check_linear(cuda, *ref, results, random, traits);
+  check_many_rows(cuda, *ref, results, random, traits);
   check_attention(cuda, *ref, results, random, traits);
 }
 
