@@ -39,6 +39,35 @@ __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+// Blocks of threads of one cluster: the address in block `rank` of what stands here at `address`; a store there, whose
+// arrival `barrier`, of that block too, counts in bytes. No block may store into one that has not started:
+// `cluster_started` at a kernel's beginning, after the barriers' fence, and `wait_cluster` before the first store.
+__device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
+  uint32_t out;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(address), "r"(rank));
+  return out;
+}
+__device__ __forceinline__ void store_in(uint32_t to, float v, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(v),
+               "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_in(uint32_t to, float2 v, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(v.x),
+               "f"(v.y), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_in(uint32_t to, float4 v, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void cluster_started() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_cluster() {
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
 #else
 // Before Hopper nothing copies by itself: the thread that asks for a copy makes it. A barrier is two words, the bytes
 // that are still to come (below zero, of a phase that nobody expects yet) and the number of phases that are over.

@@ -175,7 +175,7 @@ void Context::linear(const CudaWeight& w, Tensor x, const float* gain, float eps
     args.y_stride = y.stride;
     args.bias = bias ? bias + s.first_row : nullptr;
     if (s.stride && halves_do(s, args)) {
-      if (x.n > kMostStreamed && !halves.parts) {
+      if (x.n > kMostUnsplit && !halves.parts) {
         halves = {workspace.get<uint4>(Workspace::HalfParts, half_parts(f)),
                   workspace.get<float>(Workspace::HalfScales, half_scales(f)), f.dim / 32};
         split_rows(device, f, halves);

@@ -1,5 +1,3 @@
-#include <cooperative_groups.h>
-
 #include <algorithm>
 #include <climits>
 
@@ -11,8 +9,6 @@
 
 namespace ds4::cuda {
 namespace {
-
-namespace cg = cooperative_groups;
 
 // Rows in the list of a token row: the window's, oldest first, then compressed rows.
 struct VisibleRows {
@@ -535,10 +531,16 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
   __shared__ Softmax running[kHalfHeads];
   __shared__ float factor[2][kHalfHeads];
   __shared__ float squares[kParts][kHalfHeads];
-  const auto cluster = cg::this_cluster();
-  cluster.barrier_arrive();  // nobody writes into a block that has not started
+  __shared__ uint64_t arrivals[3];  // of chunks' scores, which take turns; of squares
+  const uint32_t arrival = shared_address(arrivals);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 3; ++i) init_barrier(arrival + 8 * i);
+    fence_barriers();
+  }
+  __syncthreads();
+  cluster_started();
   // Rows with the longest lists first.
-  const int half = static_cast<int>(cluster.block_rank()), t = static_cast<int>(gridDim.z - 1 - blockIdx.z),
+  const int half = static_cast<int>(blockIdx.x), t = static_cast<int>(gridDim.z - 1 - blockIdx.z),
             head0 = static_cast<int>(blockIdx.y) * kHalfHeads, n_heads = min(kHalfHeads, heads - head0);
   const DeviceRow row = rows[t];
   const int total = source.list.total(row.position);
@@ -546,7 +548,8 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
   const SplitRows query{{shared_address(m.query[0]), kHalfColumns}, {shared_address(m.query[1]), kHalfColumns}};
   const HalfRows latent{shared_address(m.rows), kHalfColumns}, latent_low{shared_address(m.low_rows), kLowColumns},
       weight_high{shared_address(m.weight[0]), kRows}, weight_low{shared_address(m.weight[1]), kRows};
-  HalfMemory& peer = *cluster.map_shared_rank(&m, half ^ 1);
+  const uint32_t peer_other = address_in(shared_address(m.other), half ^ 1),
+                 peer_arrival = address_in(arrival, half ^ 1);
   {
     constexpr int kEach = kHalfHeads / kHalfWarps;
     float4 v[kEach][2];
@@ -562,16 +565,19 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
                                                      half * kHalfColumns) +
                      i * 32 + lane);
       }
-    cluster.barrier_wait();
+    wait_cluster();
     if (norm.turn.table) {
+      if (threadIdx.x == 0) expect_bytes(arrival + 16, static_cast<int>(sizeof(squares)));
 #pragma unroll
       for (int r = 0; r < kEach; ++r)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float sum = norm.squares(v[r][i]);
-          if (lane < 2) cluster.map_shared_rank(&squares[0], lane)[2 * half + i][warp + r * kHalfWarps] = sum;
+          if (lane < 2)
+            store_in(address_in(shared_address(&squares[2 * half + i][warp + r * kHalfWarps]), lane), sum,
+                     address_in(arrival + 16, lane));
         }
-      cluster.sync();
+      wait_for(arrival + 16, 0);
 #pragma unroll
       for (int r = 0; r < kEach; ++r) {
         const int h = warp + r * kHalfWarps;
@@ -674,9 +680,12 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
       float4& mine = reinterpret_cast<float4*>(&m.score[0][0])[at];
       const float4 a = mine, b = reinterpret_cast<const float4*>(&m.second[0][0])[at];
       mine = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-      reinterpret_cast<float4*>(&peer.other[chunk % 2][0][0])[at] = mine;
+      store_in(peer_other + static_cast<uint32_t>(chunk % 2 * static_cast<int>(sizeof(m.other[0])) + at * 16), mine,
+               peer_arrival + chunk % 2 * 8);
     }
-    cluster.sync();
+    if (threadIdx.x == 0) expect_bytes(arrival + chunk % 2 * 8, static_cast<int>(sizeof(m.other[0])));
+    __syncthreads();
+    wait_for(arrival + chunk % 2 * 8, static_cast<uint32_t>(chunk / 2 % 2));
 #pragma unroll
     for (int i = 0; i < kHalfHeads / kHalfWarps; ++i) {
       const int h = i * kHalfWarps + warp;
@@ -789,14 +798,23 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 3)
   __shared__ Softmax stats[kHeads];
   __shared__ float squares[kParts][kHeads];
   __shared__ int turn_of;
-  const auto cluster = cg::this_cluster();
-  const int part = static_cast<int>(cluster.block_rank()), chunk = blockIdx.y;
+  __shared__ uint64_t arrivals[2];  // of scores, of squares
+  const uint32_t arrival = shared_address(arrivals);
+  const int part = static_cast<int>(blockIdx.x), chunk = blockIdx.y;
   const int tiles = (heads + kHeads - 1) / kHeads, t = static_cast<int>(blockIdx.z) / tiles,
             head0 = static_cast<int>(blockIdx.z) % tiles * kHeads, n_heads = min(kHeads, heads - head0);
   const DeviceRow row = rows[t];
   const int total = source.list.total(row.position), begin = chunk * kRows;
   if (begin >= total) return;
-  cluster.barrier_arrive();  // nobody writes into a block that has not started
+  if (threadIdx.x == 0) {
+    low_columns = 0;
+    for (int i = 0; i < 2; ++i) init_barrier(arrival + 8 * i);
+    fence_barriers();
+    expect_bytes(arrival, static_cast<int>(sizeof(m.score)));
+    expect_bytes(arrival + 8, static_cast<int>(sizeof(squares)));
+  }
+  __syncthreads();
+  cluster_started();
   const int n = min(kRows, total - begin), filled = (n + 15) / 16 * 16;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const SplitRows query{{shared_address(m.query[0]), kPartColumns}, {shared_address(m.query[1]), kPartColumns}},
@@ -811,7 +829,6 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 3)
     const auto at = reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), r));
     v[r] = warp + r * kPartWarps < n ? __ldcg(at + lane) : make_float4(0, 0, 0, 0);
   }
-  if (threadIdx.x == 0) low_columns = 0;
   constexpr int kOwnHeads = kHeads / kPartWarps;
   float4 w[kOwnHeads];
 #pragma unroll
@@ -823,14 +840,16 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 3)
                                                     part * kPartColumns) +
                     lane);
   }
-  cluster.barrier_wait();
+  wait_cluster();
   if (norm.turn.table) {
 #pragma unroll
     for (int r = 0; r < kOwnHeads; ++r) {
       const float sum = norm.squares(w[r]);
-      if (lane < kParts) cluster.map_shared_rank(&squares[0], lane)[part][warp + r * kPartWarps] = sum;
+      if (lane < kParts)
+        store_in(address_in(shared_address(&squares[part][warp + r * kPartWarps]), lane), sum,
+                 address_in(arrival + 8, lane));
     }
-    cluster.sync();
+    wait_for(arrival + 8, 0);
 #pragma unroll
     for (int r = 0; r < kOwnHeads; ++r) {
       const int h = warp + r * kPartWarps;
@@ -878,12 +897,12 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 3)
     const int at = (first ^ 8 * g) + 2 * c;
 #pragma unroll
     for (int to = 0; to < kParts; ++to) {
-      PartMemory& other = *cluster.map_shared_rank(&m, to);
-      *reinterpret_cast<float2*>(&other.score[part][g][at]) = make_float2(sum[0], sum[1]);
-      *reinterpret_cast<float2*>(&other.score[part][g + 8][at]) = make_float2(sum[2], sum[3]);
+      const uint32_t barrier = address_in(arrival, to);
+      store_in(address_in(shared_address(&m.score[part][g][at]), to), make_float2(sum[0], sum[1]), barrier);
+      store_in(address_in(shared_address(&m.score[part][g + 8][at]), to), make_float2(sum[2], sum[3]), barrier);
     }
   }
-  cluster.sync();
+  wait_for(arrival, 0);
 #pragma unroll
   for (int i = 0; i < kHeads / kPartWarps; ++i) {
     const int h = i * kPartWarps + warp;
@@ -1283,11 +1302,13 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
   LatentParts p{nullptr, nullptr, (longest + kRows - 1) / kRows};
   const int64_t row_floats = a.heads * p.chunks * (dim + 2 * kParts);
   const int64_t at_once = whole ? 65535 : std::clamp<int64_t>((int64_t{1} << 27) / row_floats, 1, 65535);
-  const bool parts = !whole && dim == kMostColumns && hopper_kernels();
+  // Clusters where all their blocks of threads are on the device at once.
+  const bool parts = !whole && dim == kMostColumns && hopper_kernels() &&
+                     q.n * tiles * p.chunks * kParts <= 3 * context.device.multiprocessors();
   // Queries as they came, which these kernels norm and rotate; else all that is still to be done is.
   const Context::RawHeads raw = context.raw_heads;
   const bool norms = raw.x.n == q.n && raw.x.data == q.data && raw.x.dim == q.dim && raw.x.stride == q.stride &&
-                     raw.heads == a.heads && (whole || parts);
+                     raw.heads == a.heads && dim == kMostColumns;
   if (norms)
     context.raw_heads = {};
   else

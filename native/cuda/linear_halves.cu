@@ -10,6 +10,7 @@ namespace ds4::cuda {
 namespace {
 
 constexpr int kChainBlocks = 8;
+constexpr int64_t kMostStreamed = 32;  // rows of x
 
 struct HalfArgs {
   int64_t rows, rank, T, w_stride, y_stride;
@@ -17,6 +18,7 @@ struct HalfArgs {
   float* y;
   const float* bias;
   bool add;
+  uint32_t zero;
 };
 
 __device__ __forceinline__ void store(const HalfArgs& p, int64_t row, int64_t token, float v) {
@@ -32,10 +34,12 @@ __device__ __forceinline__ void store(const HalfArgs& p, int64_t row, int64_t to
 constexpr int kStreamThreads = 512;
 constexpr int kWarps = kStreamThreads / 32;
 
+// Up to eight tokens are split here, more of them have been.
 template <int NT>
 __global__ void __launch_bounds__(kStreamThreads, NT == 1 ? 2 : 1)
-    stream_halves(const __half* w, const float* x, int64_t x_stride, HalfArgs p) {
-  constexpr int kAhead = NT == 2 ? 8 : NT == 1 ? 3 : 4;  // blocks on their way
+    stream_halves(const __half* w, const float* x, int64_t x_stride, HalfActivations parts, HalfArgs p) {
+  constexpr bool kSplit = NT > 1;
+  constexpr int kAhead = NT == 1 ? 3 : NT == 2 ? 8 : 4;  // blocks on their way
   __shared__ float part[kWarps][NT * 128];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int blocks = p.blocks, chains = (blocks + kChainBlocks - 1) / kChainBlocks;
@@ -46,6 +50,7 @@ __global__ void __launch_bounds__(kStreamThreads, NT == 1 ? 2 : 1)
   const int slab = active ? tile / tiles : 0, first = active ? tile % tiles * 16 : 0;
   const __half* const row0 = w + (static_cast<int64_t>(slab) * rank + min(first + g, rank - 1)) * p.w_stride + 8 * t;
   const int to_row8 = (min(first + g + 8, rank - 1) - min(first + g, rank - 1)) * static_cast<int>(p.w_stride);
+  const int groups = static_cast<int>((p.T + 7) / 8);
   const float* const x_from = x + (g < p.T ? g : 0) * x_stride + static_cast<int64_t>(slab) * blocks * 32 + 8 * t;
   float total = 0.0f;
   for (int pass = 0; pass * at_once < chains; ++pass) {
@@ -70,20 +75,28 @@ __global__ void __launch_bounds__(kStreamThreads, NT == 1 ? 2 : 1)
         if (base + i < n) {
 #pragma unroll
           for (int j = 0; j < NT; ++j) {
-            float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            if (j * 8 + g < p.T) {
-              const float4* from =
-                  reinterpret_cast<const float4*>(x_from + j * 8 * x_stride + (block0 + base + i) * 32);
-              const float4 lo = __ldg(from), hi = __ldg(from + 1);
-              v[0] = lo.x, v[1] = lo.y, v[2] = lo.z, v[3] = lo.w, v[4] = hi.x, v[5] = hi.y, v[6] = hi.z, v[7] = hi.w;
-            }
             uint32_t high[4], low[4];
-            const float scale = split_halves(v, high, low), scale0 = __shfl_sync(0xFFFFFFFFu, scale, 8 * t),
-                        scale1 = __shfl_sync(0xFFFFFFFFu, scale, 8 * t + 4);
+            float2 scale;
+            if constexpr (kSplit) {
+              const int64_t at = min(j, groups - 1) * parts.blocks + slab * blocks + block0 + base + i;
+              const uint4 h = __ldg(parts.parts + at * 64 + lane), l = __ldg(parts.parts + at * 64 + 32 + lane);
+              high[0] = h.x, high[1] = h.y, high[2] = h.z, high[3] = h.w;
+              low[0] = l.x, low[1] = l.y, low[2] = l.z, low[3] = l.w;
+              scale = __ldg(reinterpret_cast<const float2*>(parts.scales + at * 8) + t);
+            } else {
+              float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+              if (g < p.T) {
+                const float4* from = reinterpret_cast<const float4*>(x_from + (block0 + base + i) * 32);
+                const float4 lo = __ldg(from), hi = __ldg(from + 1);
+                v[0] = lo.x, v[1] = lo.y, v[2] = lo.z, v[3] = lo.w, v[4] = hi.x, v[5] = hi.y, v[6] = hi.z, v[7] = hi.w;
+              }
+              const float own = split_halves(v, high, low);
+              scale = make_float2(__shfl_sync(0xFFFFFFFFu, own, 8 * t), __shfl_sync(0xFFFFFFFFu, own, 8 * t + 4));
+            }
             float sum[4];
             multiply_block(sum, raw[i][0], raw[i][1], high, low);
 #pragma unroll
-            for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(sum[c], c % 2 ? scale1 : scale0, acc[j][c]);
+            for (int c = 0; c < 4; ++c) acc[j][c] = fmaf(sum[c], c % 2 ? scale.y : scale.x, acc[j][c]);
           }
           if (base + i + kAhead < n) load(base + i + kAhead, raw[i]);
         }
@@ -160,13 +173,17 @@ __global__ void __launch_bounds__(kTileThreads, 3) tile_halves(const __half* w, 
   const int warp_row = static_cast<int>(threadIdx.x) / 32 % 2 * (16 * MT),
             warp_group = static_cast<int>(threadIdx.x) / 64 * NT;
   const int slab = blockIdx.z, row0 = static_cast<int>(blockIdx.y) * kRows, rank = static_cast<int>(p.rank);
-  const int group0 = static_cast<int>(blockIdx.x) * kGroups, last_group = static_cast<int>((p.T + 7) / 8 - 1);
+  const int group0 = static_cast<int>(blockIdx.x) * kGroups;
   const int blocks = p.blocks, steps = (blocks + 1) / 2, i = static_cast<int>(threadIdx.x);
   // A thread copies 16 bytes of every 16th row of W and of each group of tokens.
   const __half* const w_from = w + static_cast<int64_t>(slab) * rank * p.w_stride + i % 8 * 8;
-  const uint4* const x_from = x.parts + static_cast<int64_t>(slab) * blocks * 64 + i;
-  const float* const scale_from =
-      x.scales + (min(group0 + i / 4, last_group) * x.blocks + static_cast<int64_t>(slab) * blocks) * 8 + i % 4 * 4;
+  int w_off[kRows / 16];
+#pragma unroll
+  for (int piece = 0; piece < kRows / 16; ++piece)
+    w_off[piece] = min(row0 + i / 8 + piece * 16, rank - 1) * static_cast<int>(p.w_stride);
+  const int x_group = static_cast<int>(x.blocks) * 64;
+  const uint4* const x_from = x.parts + static_cast<int64_t>(group0) * x_group + slab * blocks * 64 + i;
+  const float* const scale_from = x.scales + ((group0 + i / 4) * x.blocks + slab * blocks) * 8 + i % 4 * 4;
   const uint32_t base = shared_address(stages);
   const uint32_t w_to = base + static_cast<uint32_t>(i % 8 / 4 * (kRows * 64) + i / 8 * 64 + i % 4 * 16);
   const auto fetch = [&](int step) {
@@ -177,13 +194,13 @@ __global__ void __launch_bounds__(kTileThreads, 3) tile_halves(const __half* w, 
 #pragma unroll
         for (int piece = 0; piece < kRows / 16; ++piece)
           asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(w_to + on + piece * 1024),
-                       "l"(w_from + min(row0 + i / 8 + piece * 16, rank - 1) * p.w_stride + block0 * 32));
+                       "l"(w_from + w_off[piece] + block0 * 32));
       if (block0 + i / 64 < blocks)
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
           asm volatile(
               "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(base + on + kPartBytes + group * 2048 + i * 16),
-              "l"(x_from + (min(group0 + group, last_group) * x.blocks + block0) * 64));
+              "l"(x_from + (group * x_group + block0 * 64)));
       if (i < kGroups * 4 && block0 + i % 4 / 2 < blocks)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(base + on + kScaleBytes + i * 16),
                      "l"(scale_from + block0 * 8));
@@ -205,27 +222,49 @@ __global__ void __launch_bounds__(kTileThreads, 3) tile_halves(const __half* w, 
     for (int of = 0; of < 2; ++of) {
       const int block = 2 * step + of;
       if (block >= blocks) break;
-      uint4 a[MT][2];
+      // The units' operands stand in registers of their own, built once: what ptxas cannot see through keeps it from
+      // moving them together anew for every product.
+      uint32_t a[MT][2][4];
 #pragma unroll
       for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          a[m][r] = *reinterpret_cast<const uint4*>(stage + of * (kRows * 64) + (warp_row + m * 16 + r * 8 + g) * 64 +
-                                                    t * 16);
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        const uint8_t* const from = stage + kPartBytes + (warp_group + n) * 2048 + of * 1024 + lane * 16;
-        const uint4 h = *reinterpret_cast<const uint4*>(from), l = *reinterpret_cast<const uint4*>(from + 512);
-        const uint32_t high[4] = {h.x, h.y, h.z, h.w}, low[4] = {l.x, l.y, l.z, l.w};
-        const float2 scale =
-            *reinterpret_cast<const float2*>(stage + kScaleBytes + (warp_group + n) * 64 + of * 32 + t * 8);
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-          float sum[4];
-          multiply_block(sum, a[m][0], a[m][1], high, low);
-#pragma unroll
-          for (int c = 0; c < 4; ++c) chain[m][n][c] = fmaf(sum[c], c % 2 ? scale.y : scale.x, chain[m][n][c]);
+        for (int r = 0; r < 2; ++r) {
+          const uint4 v = *reinterpret_cast<const uint4*>(stage + of * (kRows * 64) +
+                                                          (warp_row + m * 16 + r * 8 + g) * 64 + t * 16);
+          a[m][0][r] = v.x ^ p.zero, a[m][0][r + 2] = v.y ^ p.zero;
+          a[m][1][r] = v.z ^ p.zero, a[m][1][r + 2] = v.w ^ p.zero;
         }
+#pragma unroll
+      for (int n0 = 0; n0 < NT; n0 += 2) {
+        uint4 x_part[2][2];
+        float2 scale[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const uint8_t* const from = stage + kPartBytes + (warp_group + n0 + n) * 2048 + of * 1024 + lane * 16;
+          x_part[n][0] = *reinterpret_cast<const uint4*>(from + 512);
+          x_part[n][1] = *reinterpret_cast<const uint4*>(from);
+          scale[n] =
+              *reinterpret_cast<const float2*>(stage + kScaleBytes + (warp_group + n0 + n) * 64 + of * 32 + t * 8);
+        }
+        float sum[MT][2][4];
+#pragma unroll
+        for (int i = 0; i < MT * 8; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+#pragma unroll
+          for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+              const uint4& v = x_part[n][step / 2];
+              multiply_halves(sum[m][n], a[m][step % 2], step % 2 ? v.z : v.x, step % 2 ? v.w : v.y);
+            }
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+          for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+              chain[m][n0 + n][c] = fmaf(sum[m][n][c], c % 2 ? scale[n].y : scale[n].x, chain[m][n0 + n][c]);
       }
       if (block % kChainBlocks == kChainBlocks - 1 || block == blocks - 1) {
         const bool start = block < kChainBlocks;
@@ -260,11 +299,12 @@ bool halves_do(const Segment& w, const LinearArgs& args) {
          (args.epilogue == Epilogue::Store || args.epilogue == Epilogue::Add);
 }
 
+// Whole tiles of 64 rows: what stands behind the last group is read, and its products are left.
 int64_t half_parts(const Tensor& x) {
-  return (x.n + 7) / 8 * (x.dim / 32) * 64;
+  return (x.n + 63) / 64 * 8 * (x.dim / 32) * 64;
 }
 int64_t half_scales(const Tensor& x) {
-  return (x.n + 7) / 8 * (x.dim / 32) * 8;
+  return (x.n + 63) / 64 * 8 * (x.dim / 32) * 8;
 }
 
 void split_rows(const Device& device, Tensor x, const HalfActivations& to) {
@@ -287,7 +327,7 @@ void linear_halves(const Device& device, const Segment& w, Tensor x, const HalfA
     const int64_t at_once = kWarps / std::min<int64_t>(chains, kWarps), tiles = slabs * ((a.rank + 15) / 16);
     const auto run = [&](auto kernel) {
       launch_kernel(device.stream(), static_cast<unsigned>((tiles + at_once - 1) / at_once), kStreamThreads, 0, kernel,
-                    data, x.data, x.stride, p);
+                    data, x.data, x.stride, split, p);
     };
     a.T <= 8 ? run(stream_halves<1>) : a.T <= 16 ? run(stream_halves<2>) : run(stream_halves<4>);
     DS4_CUDA(cudaGetLastError());

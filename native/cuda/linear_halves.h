@@ -19,7 +19,7 @@ struct HalfActivations {
   int64_t blocks = 0;
 };
 
-constexpr int64_t kMostStreamed = 32;  // rows of x; more of them are to be split before
+constexpr int64_t kMostUnsplit = 8;  // rows of x; more of them are to be split before
 
 // Whether linear_halves does it; `args` as for linear_floats.
 bool halves_do(const Segment& w, const LinearArgs& args);
@@ -27,7 +27,7 @@ bool halves_do(const Segment& w, const LinearArgs& args);
 int64_t half_parts(const Tensor& x);
 int64_t half_scales(const Tensor& x);
 void split_rows(const Device& device, Tensor x, const HalfActivations& to);
-// `split`: x where there are more than kMostStreamed rows.
+// `split`: x where there are more than kMostUnsplit rows.
 void linear_halves(const Device& device, const Segment& w, Tensor x, const HalfActivations& split,
                    const LinearArgs& args);
 
