@@ -597,13 +597,13 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
 #pragma unroll
   for (int i = 0; i < 32; ++i) all[i / 16][i / 4 % 4][i % 4] = 0.0f;
   const int chunks = (total + kRows - 1) / kRows;
+  // A warp has eight rows of a chunk, a lane finds one of them, while the chunk before is multiplied.
+  constexpr int kEach = kRows / kHalfWarps, kAhead = 4;  // on their way at a time
+  const int own_row = warp + lane % kEach * kHalfWarps;
+  const float* own = source.entry(row, t, min(own_row, total - 1)) + half * kHalfColumns;
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const int begin = chunk * kRows, n = min(kRows, total - begin), filled = (n + 15) / 16 * 16;
     {
-      // A warp has eight rows, four on their way at a time; a lane finds one of them.
-      constexpr int kEach = kRows / kHalfWarps, kAhead = 4;
-      const float* own =
-          source.entry(row, t, begin + min(warp + lane % kEach * kHalfWarps, n - 1)) + half * kHalfColumns;
 #pragma unroll
       for (int first = 0; first < kEach; first += kAhead) {
         float4 v[kAhead][2];
@@ -629,6 +629,7 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
         }
       }
     }
+    if (chunk + 1 < chunks) own = source.entry(row, t, min(begin + kRows + own_row, total - 1)) + half * kHalfColumns;
     __syncthreads();
     {
       // Scores: a warp has a quarter of the columns for 16 heads and 32 rows.
