@@ -2,6 +2,7 @@
 
     python -m bench.perplexity MODEL --text FILE                      # any text, in pieces of --ctx tokens
     python -m bench.perplexity MODEL --cases reference.json --save    # prompts, and what the model says to them
+    python -m bench.perplexity FILE --text FILE --as-is --types      # the file against its own values in F32
 
 With `--cases` (`{"cases": {name: {"prompt_ids": [...]}}}`) the text is what the source itself draws after each prompt,
 at temperature 1 and from fixed seeds, so that its own perplexity is the least that any model can have on it, and every
@@ -138,7 +139,7 @@ def conversions(args: argparse.Namespace) -> Iterator[tuple[str, str, TypePlan]]
     for name in args.types:
         for classes in args.classes:
             yield name, classes, plan_of(classes, DType[name])
-    if "experts" in args.classes:
+    if args.types and "experts" in args.classes:
         yield "IQ2_XXS, down Q2_K", "experts", plan_of("experts", DType.IQ2_XXS, DType.Q2_K)
 
 
@@ -180,6 +181,10 @@ def measure(args: argparse.Namespace, model: ModelFile, folder: Path) -> str:
     rows: list[tuple[object, ...]] = [("F32", "all", f"{path.stat().st_size / 1e6:.1f}", *shown(base, base))]
     exact_rows: list[tuple[object, ...]] = []
     done: set[str] = set()
+    if args.as_is:
+        engine = open_engine(args, args.model)
+        rows.append(("as it is", "all", f"{args.model.stat().st_size / 1e6:.1f}", *shown(cost(engine, pieces), base)))
+        engine.close()
     for name, classes, plan in conversions(args):
         convert(model, path, plan, force=True)
         engine = open_engine(args, path)
@@ -196,6 +201,8 @@ def measure(args: argparse.Namespace, model: ModelFile, folder: Path) -> str:
     costs = report.table(("type", "matrices", "MB", "nats", "perplexity", "% more", "KL", "same best, %"), rows)
     kernels = report.table(("type", "largest error, std", "KL", "same best, %"), exact_rows)
     n = sum(len(p.ids) - p.first for p in few)
+    if not exact_rows:
+        return f"{model.name}: {facts}.\n\n{costs}\n"
     return (
         f"{model.name}: {facts}.\n\n{costs}\n\n"
         f"The CPU's kernels against exact arithmetic on the same file, {n} tokens:\n\n{kernels}\n"
@@ -221,6 +228,7 @@ def main() -> int:
     group.add_argument("--cases", type=Path, help="JSON file with prompts, whose answers are drawn and judged")
     p.add_argument("--seeds", type=int, default=6, help="answers a prompt (default: %(default)s)")
     p.add_argument("--ctx", type=int, default=2048)
+    p.add_argument("--as-is", action="store_true", help="judge the GGUF file too: what its kernels' rounding costs")
     p.add_argument("--types", nargs="*", default=TYPES)
     p.add_argument("--classes", nargs="*", default=tuple(CLASSES), help=", ".join(CLASSES))
     p.add_argument("--kv-qat", choices=("on", "off"), default="off")
