@@ -74,7 +74,7 @@ void tile_int8(const TileArgs& a) {
   constexpr int kBits = value_bits(K);
   constexpr bool kSigned = kBits == 8 && kSignedBytes;  // then the zero point is gone
   constexpr bool kNarrow = kBits == 4 && kNarrowSums;
-  constexpr int kWave = N < 2 ? N : 2;                          // tokens whose sums run side by side
+  constexpr int kWave = N < kWaveTokens ? N : kWaveTokens;      // tokens whose sums run side by side
   constexpr int kWords = kScales + (kMin ? kGroups : kScales);  // of a token beside its values
   constexpr int64_t kRecord = N * (32 + 4 * kWords);
   Vf acc[N];

@@ -21,6 +21,7 @@ struct Vb {
 constexpr bool kSignedBytes = true;  // dot4<8> takes signed weights
 constexpr bool kNarrowSums = true;   // dot_narrow is there, for 4-bit weights
 constexpr int kMaxTokens = 4;        // sixteen registers: 4 tokens x 2 accumulators, weights, temporaries
+constexpr int kWaveTokens = 4;       // of which the sums of a block run side by side
 constexpr int kScoreVectors = 3;
 constexpr int kScoreTiles = 2;
 constexpr int kValueVectors = 3;

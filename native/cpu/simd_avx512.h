@@ -15,6 +15,7 @@ using Vb = __m512i;  // 16 rows x 4 bytes
 constexpr bool kSignedBytes = false;
 constexpr bool kNarrowSums = false;
 constexpr int kMaxTokens = 16;    // accumulators of one tile
+constexpr int kWaveTokens = 2;    // of which the sums of a block run side by side
 constexpr int kScoreVectors = 6;  // query vectors x kScoreTiles accumulators
 constexpr int kScoreTiles = 4;    // key tiles per pass: a whole page
 constexpr int kValueVectors = 6;  // query vectors x kValueWidth accumulators

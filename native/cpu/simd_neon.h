@@ -22,6 +22,7 @@ struct Vb {
 constexpr bool kSignedBytes = true;  // dot4<8> takes signed weights
 constexpr bool kNarrowSums = false;
 constexpr int kMaxTokens = 4;
+constexpr int kWaveTokens = 4;  // of which the sums of a block run side by side
 constexpr int kScoreVectors = 3;
 constexpr int kScoreTiles = 1;
 constexpr int kValueVectors = 3;

@@ -15,6 +15,7 @@ using Vb = uint32_t __attribute__((vector_size(64)));  // lane r: the four bytes
 constexpr bool kSignedBytes = false;
 constexpr bool kNarrowSums = false;
 constexpr int kMaxTokens = 2;
+constexpr int kWaveTokens = 2;  // of which the sums of a block run side by side
 constexpr int kScoreVectors = 1;
 constexpr int kScoreTiles = 1;
 constexpr int kValueVectors = 1;
