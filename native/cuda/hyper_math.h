@@ -14,25 +14,54 @@ struct HyperArgs {
   int64_t width;
 };
 
-// Sinkhorn's algorithm on m [n][n] by one warp. For four streams a lane is an entry and sums are shuffles.
+// Sinkhorn's algorithm on m [n][n] by one warp. It is one chain of sums and divisions, so for four streams every lane
+// has the whole matrix: nothing is waited for but them.
 __device__ inline void sinkhorn(float* m, int n, int iterations, float eps) {
   const int lane = threadIdx.x % 32;
   if (n == 4) {
-    float v = lane < 16 ? m[lane] : 0.0f;
-    const auto over = [](float x, int a, int b) {
-      x = x + __shfl_xor_sync(0xFFFFFFFFu, x, a);
-      return x + __shfl_xor_sync(0xFFFFFFFFu, x, b);
-    };
-    float largest = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-    v = expf(v - largest);
-    v = __fdividef(v, over(v, 1, 2)) + eps;
-    v = __fdividef(v, over(v, 4, 8) + eps);
-    for (int i = 1; i < iterations; ++i) {
-      v = __fdividef(v, over(v, 1, 2) + eps);
-      v = __fdividef(v, over(v, 4, 8) + eps);
+    const float* row = m + lane % 16 / 4 * 4;
+    const float power = expf(m[lane % 16] - fmaxf(fmaxf(row[0], row[1]), fmaxf(row[2], row[3])));
+    __syncwarp();
+    if (lane < 16) m[lane] = power;
+    __syncwarp();
+    float v[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 four = reinterpret_cast<const float4*>(m)[i];
+      v[i][0] = four.x, v[i][1] = four.y, v[i][2] = four.z, v[i][3] = four.w;
     }
-    if (lane < 16) m[lane] = v;
+    const auto inverse = [](float x) {
+      float r;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+      return r;
+    };
+    const auto rows = [&](float more) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float r = inverse(((v[i][0] + v[i][1]) + (v[i][2] + v[i][3])) + more);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[i][j] = v[i][j] * r;
+      }
+    };
+    const auto columns = [&] {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float r = inverse(((v[0][j] + v[1][j]) + (v[2][j] + v[3][j])) + eps);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i][j] = v[i][j] * r;
+      }
+    };
+    rows(0.0f);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i / 4][i % 4] = v[i / 4][i % 4] + eps;
+    columns();
+    for (int i = 1; i < iterations; ++i) {
+      rows(eps);
+      columns();
+    }
+    if (lane == 0)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) reinterpret_cast<float4*>(m)[i] = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
     __syncwarp();
     return;
   }

@@ -160,7 +160,8 @@ constexpr int kQuads = 2;
 __global__ void __launch_bounds__(7168 / (4 * kQuads) + 32)
     norm_rows(const float* sums, HyperArgs a, const float* gain, float eps, const float* streams, int64_t stride,
               float* mix, int64_t mix_stride, float* y, int64_t y_stride, Activations codes) {
-  __shared__ float coefficient[32], pre[kStreams], m[kStreams * kStreams], squares_part[7168 / 128];
+  __shared__ float coefficient[32], pre[kStreams], squares_part[7168 / 128];
+  __shared__ alignas(16) float m[kStreams * kStreams];
   begin_kernel();
   const int workers = static_cast<int>(blockDim.x) - 32, thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int64_t t = blockIdx.x;

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads) hc_in_kernel(HyperArgs a, const floa
                                                          float* y, int64_t y_stride, float* mix, int64_t mix_stride) {
   begin_kernel();
   __shared__ float pre[kMostStreams];
-  __shared__ float m[kMostStreams * kMostStreams];
+  __shared__ alignas(16) float m[kMostStreams * kMostStreams];
   const int n = a.streams, rows = mix ? 2 * n + n * n : n;
   const int64_t t = blockIdx.y;
   c += t * (rows + 1);
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kWideThreads)
                       float* y, int64_t y_stride, float* mix, int64_t mix_stride) {
   begin_kernel();
   __shared__ float pre[kMostStreams];
-  __shared__ float m[kMostStreams * kMostStreams];
+  __shared__ alignas(16) float m[kMostStreams * kMostStreams];
   __shared__ float shared[32];
   const int n = a.streams, rows = 2 * n + n * n;
   const int64_t t = blockIdx.y;
