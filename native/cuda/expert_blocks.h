@@ -8,11 +8,11 @@
 // eighth of the work. Two tokens share the columns of four segments, four tokens those of two; formats with a scale for
 // each 16 columns have a column for each half of a block.
 //
-// Bytes: each weight once for up to four rows. Instructions of a warp for 512 weights: 20 (IQ2_XXS), 14 (Q2_K), and at
-// 4.2 TB/s a multiprocessor's schedulers have 33 and 40 each. A lane loads the words that it decodes eight tiles ahead,
-// so that no warp waits for another; activations stand in shared memory for the two experts that a block of threads
-// meets. Experts of several rows take longer: blocks of threads share the units by their cost. Sums and chains are
-// those of block_products.h: the bits are the other kernels'.
+// Bytes: each weight once for up to four rows. Instructions of a warp for 512 weights: 20 (IQ2_XXS), 14 (Q2_K, Q4_K),
+// 33 (MXFP4), and at 4.2 TB/s a multiprocessor's schedulers have 33, 40 and 64 (four bits) each. A lane loads the words
+// that it decodes 4 KB of weights ahead of its warp, so that no warp waits for another; activations stand in shared
+// memory for the two experts that a block of threads meets. Experts of several rows take longer: blocks of threads
+// share the units by their cost. Sums and chains are those of block_products.h: the bits are the other kernels'.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,8 @@ constexpr int kSlots = 2;        // experts whose activations are at hand
 constexpr int kZeroBytes = 512;  // what lanes of other columns read: four tiles' strides and the last one's words
 
 template <DType type>
-constexpr bool kExpertKernel = type == DType::IQ2_XXS || type == DType::Q2_K;
+constexpr bool kExpertKernel =
+    type == DType::IQ2_XXS || type == DType::Q2_K || type == DType::Q4_K || type == DType::MXFP4;
 
 template <DType type>
 struct ExpertShape {
@@ -39,16 +40,18 @@ struct ExpertShape {
   static constexpr int kParts = type == DType::Q2_K ? 2 : 1;  // columns of sums for a block
   static constexpr int kOwn = 2 / kParts;                     // segments of which a lane has sums
   static constexpr int kTile = 256 * L::kQ;
+  static constexpr int kAhead = 16 / L::kQ;  // tiles on their way: 128 bytes of a lane
   static constexpr int kBook = type == DType::IQ2_XXS ? 256 * 256 : 0;
   static constexpr int kFixed = kBook + kZeroBytes;
-  // One token's codes [tile][t][block][8], scales [tile] and, of formats with minimums, sums of halves [block][2]; the
-  // last 16 bytes are there for the banks.
+  // One token's codes [tile][t][block][8], scales [tile] and, of formats with minimums, sums of halves or of blocks;
+  // the last 16 bytes are there for the banks.
   static constexpr int record(int cols) { return cols + cols / 32 + (L::kMin ? cols / 8 : 0) + 16; }
   static constexpr int bytes(int cols) { return kFixed + kSlots * kExpertTokens * record(cols); }
   // What a unit of an expert with so many rows costs, by its instructions.
   static __device__ __forceinline__ int cost(int rows) {
     if (type == DType::IQ2_XXS) return rows == 1 ? 20 : rows == 2 ? 22 : 28;
-    return rows == 1 ? 10 : rows == 2 ? 13 : 19;
+    if (type == DType::Q2_K) return rows == 1 ? 10 : rows == 2 ? 13 : 19;
+    return rows <= 2 ? 20 : 24;
   }
 };
 
@@ -96,28 +99,36 @@ __device__ __forceinline__ void fill_book(uint8_t* book, const Planes& w) {
 template <DType type>
 __device__ __forceinline__ void decode_strip(const uint32_t (&q)[2 * Layout<type>::kQ], const uint8_t* book,
                                              uint32_t lane_byte, int (&a)[kTileBlocks][4]) {
+  if constexpr (type != DType::IQ2_XXS && type != DType::Q2_K) {
+    RawTile<type> raw;
 #pragma unroll
-  for (int hi = 0; hi < 2; ++hi) {
-    if constexpr (type == DType::IQ2_XXS) {
-      const uint32_t signs = q[2 * hi + 1], moved = signs >> 1;
+    for (int i = 0; i < 2 * Layout<type>::kQ; ++i) raw.q[i] = q[i];
 #pragma unroll
-      for (int b = 0; b < kTileBlocks; ++b) {
-        // sign_bit: blocks 0 and 3 have theirs above and below the magnitude, 1 and 2 one bit further up.
-        constexpr uint32_t above = 0x44444444u, below = 0x11111111u;
-        const bool low = b >= 2;
-        const uint32_t at = permute(q[2 * hi], lane_byte, 0x6504u | static_cast<uint32_t>(b) << 4);
-        const uint32_t entry = *reinterpret_cast<const uint32_t*>(book + at + (low ? 128 : 0));
-        const uint32_t select = entry ^ ((b == 0 || b == 3 ? signs : moved) & (low ? below : above));
-        const uint32_t t0 = low ? 0xE719F808u : 0x002B1908u, t1 = low ? 0x0000D52Bu : 0x00D5E7F8u;
-        a[b][hi] = static_cast<int>(permute(t0, t1, select));
-        a[b][2 + hi] = static_cast<int>(permute(t0, t1, select >> 16));
-      }
-    } else {
+    for (int b = 0; b < kTileBlocks; ++b) decode_codes<type, 0>(raw, b, 0, 0, a[b]);
+  } else {
 #pragma unroll
-      for (int b = 0; b < kTileBlocks; ++b) {
-        const uint32_t v = q[2 * hi + b / 2] >> (4 * (b % 2));
-        a[b][hi] = static_cast<int>(v & 0x03030303u);
-        a[b][2 + hi] = static_cast<int>(v >> 2 & 0x03030303u);
+    for (int hi = 0; hi < 2; ++hi) {
+      if constexpr (type == DType::IQ2_XXS) {
+        const uint32_t signs = q[2 * hi + 1], moved = signs >> 1;
+#pragma unroll
+        for (int b = 0; b < kTileBlocks; ++b) {
+          // sign_bit: blocks 0 and 3 have theirs above and below the magnitude, 1 and 2 one bit further up.
+          constexpr uint32_t above = 0x44444444u, below = 0x11111111u;
+          const bool low = b >= 2;
+          const uint32_t at = permute(q[2 * hi], lane_byte, 0x6504u | static_cast<uint32_t>(b) << 4);
+          const uint32_t entry = *reinterpret_cast<const uint32_t*>(book + at + (low ? 128 : 0));
+          const uint32_t select = entry ^ ((b == 0 || b == 3 ? signs : moved) & (low ? below : above));
+          const uint32_t t0 = low ? 0xE719F808u : 0x002B1908u, t1 = low ? 0x0000D52Bu : 0x00D5E7F8u;
+          a[b][hi] = static_cast<int>(permute(t0, t1, select));
+          a[b][2 + hi] = static_cast<int>(permute(t0, t1, select >> 16));
+        }
+      } else {
+#pragma unroll
+        for (int b = 0; b < kTileBlocks; ++b) {
+          const uint32_t v = q[2 * hi + b / 2] >> (4 * (b % 2));
+          a[b][hi] = static_cast<int>(v & 0x03030303u);
+          a[b][2 + hi] = static_cast<int>(v >> 2 & 0x03030303u);
+        }
       }
     }
   }
@@ -128,13 +139,27 @@ __device__ __forceinline__ void decode_strip(const uint32_t (&q)[2 * Layout<type
 template <DType type>
 __device__ __forceinline__ void add_segment(float (&acc)[2][ExpertShape<type>::kOwn], const int (&c)[kTileBlocks][4],
                                             const RawTile<type>& own, int i, float dx, const int (&sums)[kTileBlocks]) {
+  using L = Layout<type>;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     int sum = 0;
-    if constexpr (type == DType::IQ2_XXS) {
+    if constexpr (!L::kInteger) {
+      float f = static_cast<float>(c[0][2 * r + i]) * float_scale<type>(own, r, 0);
+#pragma unroll
+      for (int b = 1; b < kTileBlocks; ++b)
+        f = fmaf(static_cast<float>(c[b][2 * r + i]), float_scale<type>(own, r, b), f);
+      acc[r][i] = fmaf(f, dx, acc[r][i]);
+    } else if constexpr (type != DType::Q2_K) {
 #pragma unroll
       for (int b = 0; b < kTileBlocks; ++b) sum += c[b][2 * r + i] * integer_scale<type>(own, r, b, 0);
       acc[r][i] = fmaf(static_cast<float>(sum), super_scale<type>(own, r) * dx, acc[r][i]);
+      if constexpr (L::kMin) {
+        int least = 0;
+#pragma unroll
+        for (int b = 0; b < kTileBlocks; ++b)
+          least += sums[b] * static_cast<int>(integer_minimums<type>(own, r, b) & 255u);
+        acc[r][i] = fmaf(-static_cast<float>(least), super_minimum<type>(own, r) * dx, acc[r][i]);
+      }
     } else {
       int least = 0;
 #pragma unroll
@@ -162,15 +187,17 @@ struct ExpertView {
 };
 
 // One unit: tiles `tile` to `tile` + 31 for `kTokens` records from `x` on. `words` holds what the lane decodes of the
-// segments' first tiles and is left with those of the unit at `next`; `more` says whether there is one.
+// first tiles and is left with those of the unit at `next`; `more` says whether there is one.
 template <DType type, int kChains, int kTokens, class Finish>
 __device__ __forceinline__ void run_unit(const Planes& w, const ExpertView& v, uint32_t tile, uint32_t next, bool more,
-                                         const uint8_t* x, uint32_t (&words)[kSegments][2 * Layout<type>::kQ],
+                                         const uint8_t* x,
+                                         uint32_t (&words)[ExpertShape<type>::kAhead][2 * Layout<type>::kQ],
                                          const Finish& finish) {
   using L = Layout<type>;
   using Shape = ExpertShape<type>;
   using C = Columns<type, kTokens>;
   constexpr int kParts = Shape::kParts, kOwn = Shape::kOwn, kAtOnce = C::kAtOnce, kGroups = C::kGroups;
+  constexpr int kAhead = Shape::kAhead;
   constexpr int kCols = kChains * kChainTiles * kTileCols, kRecord = Shape::record(kCols);
   const int g = v.lane / 4, t = v.lane % 4;
   // Where the lane reads column g's activations: of the segments that are not its own, zeros.
@@ -188,6 +215,7 @@ __device__ __forceinline__ void run_unit(const Planes& w, const ExpertView& v, u
   int steps = kChainTiles;
   asm volatile("" : "+r"(steps));  // not unrolled: the loop's code is 10 KB
   for (int j = 0; j < steps; ++j) {
+    const uint8_t* const current = refill;
     refill = j + 1 < steps ? refill + Shape::kTile : refill_next;
     const bool ahead = j + 1 < steps || more;
 #pragma unroll
@@ -217,8 +245,11 @@ __device__ __forceinline__ void run_unit(const Planes& w, const ExpertView& v, u
         const uint4* codes = reinterpret_cast<const uint4*>(from[n] + j * kTileCols);
         const uint4 x0 = codes[0], x1 = codes[1];
         int a[kTileBlocks][4];
-        decode_strip<type>(words[n], v.book, v.lane * 4, a);
-        if (ahead) load_strip<L::kQ>(words[n], refill + n * (kChainTiles * Shape::kTile));
+        decode_strip<type>(words[n % kAhead], v.book, v.lane * 4, a);
+        if (n + kAhead < kSegments)
+          load_strip<L::kQ>(words[n % kAhead], current + (n + kAhead) * (kChainTiles * Shape::kTile));
+        else if (ahead)
+          load_strip<L::kQ>(words[n % kAhead], refill + (n + kAhead - kSegments) * (kChainTiles * Shape::kTile));
         multiply(c[0], a[0], x0.x, x0.y, c[0]);
         multiply(c[1], a[1], x0.z, x0.w, c[1]);
         multiply(c[2], a[2], x1.x, x1.y, c[2]);
@@ -264,8 +295,12 @@ __device__ __forceinline__ void stage_tokens(uint8_t* slot, const Leaders<kExper
     if constexpr (L::kMin) {
       for (int i = threadIdx.x; i < tiles * kTileBlocks; i += kExpertThreads) {
         const char4 s = reinterpret_cast<const char4*>(x.sums)[(group * x.blocks + i) * 8 + in];
-        reinterpret_cast<short2*>(to + cols + cols / 32)[i] =
-            make_short2(static_cast<short>(16 * s.x + s.z), static_cast<short>(16 * s.y + s.w));
+        const int first = 16 * s.x + s.z, second = 16 * s.y + s.w;
+        if constexpr (type == DType::Q2_K)
+          reinterpret_cast<short2*>(to + cols + cols / 32)[i] =
+              make_short2(static_cast<short>(first), static_cast<short>(second));
+        else
+          reinterpret_cast<int*>(to + cols + cols / 32)[i] = first + second;
       }
     }
   }
@@ -332,13 +367,13 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_blocks(Planes w, Act
       return static_cast<uint32_t>(leaders.expert[of] * each + unit - of * each) * kUnitTiles;
     };
     int unit = max(first, lead * each) + warp;
-    uint32_t words[kSegments][2 * L::kQ] = {}, tile = 0;
+    uint32_t words[Shape::kAhead][2 * L::kQ] = {}, tile = 0;
     if (unit < end) {
       tile = tile_of(unit);
       prefetch_scales<type>(w, tile, lane);
       const uint8_t* from = w.q + static_cast<uint64_t>(tile) * Shape::kTile + lane * 16;
 #pragma unroll
-      for (int n = 0; n < kSegments; ++n) load_strip<L::kQ>(words[n], from + n * (kChainTiles * Shape::kTile));
+      for (int n = 0; n < Shape::kAhead; ++n) load_strip<L::kQ>(words[n], from + n * (kChainTiles * Shape::kTile));
     }
     __syncthreads();  // slots are free
     for (int s = 0; s < kSlots; ++s)

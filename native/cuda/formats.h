@@ -207,10 +207,15 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t sel
   return v;
 }
 
-// Four entries of a table of 16 bytes, selected by four nibbles.
-__device__ __forceinline__ uint32_t table16(uint32_t nibbles, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3) {
-  const uint32_t low = permute(t0, t1, nibbles & 0x7777u), high = permute(t2, t3, nibbles & 0x7777u);
-  return permute(low, high, 0x3210u | (nibbles & 0x8888u) >> 1);
+// Eight entries of a table of 16 bytes, selected by eight nibbles: four in each word.
+__device__ __forceinline__ void table16(uint32_t nibbles, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3,
+                                        uint32_t (&to)[2]) {
+  const uint32_t in = nibbles & 0x77777777u, which = (nibbles >> 1 & 0x44444444u) | 0x32103210u;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t at = in >> (16 * half);
+    to[half] = permute(permute(t0, t1, at), permute(t2, t3, at), which >> (16 * half));
+  }
 }
 
 // The code book in shared memory, kCopies times: copy c of an entry stands at word kCopies * index + c, so that lanes
@@ -250,14 +255,11 @@ __device__ __forceinline__ void decode_codes(const RawTile<type>& r, int block, 
     if constexpr (L::kQ == 8) {
       w[0] = r.q[4 * block + hi], w[1] = r.q[4 * block + 2 + hi];
     } else if constexpr (table) {
-      const uint32_t v = r.q[4 * hi + block];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t nibbles = half ? v >> 16 : v & 0xFFFFu;
-        // Twice the E2M1 values; the code book of IQ4_NL.
-        w[half] = type == DType::MXFP4 ? table16(nibbles, 0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu)
-                                       : table16(nibbles, 0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u);
-      }
+      // Twice the E2M1 values; the code book of IQ4_NL.
+      if constexpr (type == DType::MXFP4)
+        table16(r.q[4 * hi + block], 0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu, w);
+      else
+        table16(r.q[4 * hi + block], 0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u, w);
     } else if constexpr (L::kQ == 4) {
       const uint32_t v = r.q[4 * hi + block];
       w[0] = v & 0x0F0F0F0Fu, w[1] = v >> 4 & 0x0F0F0F0Fu;

@@ -109,28 +109,6 @@ void bench_ops(Ops& ops, std::FILE* csv) {
            2.0 * heads * 64 * 4 * T);
     }
   }
-  const DType expert_types[][2] = {
-      {DType::IQ2_XXS, DType::Q2_K}, {DType::Q4_K, DType::Q4_K}, {DType::MXFP4, DType::MXFP4}};
-  for (const auto& [gate_type, down_type] : expert_types) {
-    const int64_t E = 256, F = 2048;
-    std::vector<MatrixView> gate_up(static_cast<size_t>(2 * E), MatrixView{nowhere, F, H, gate_type}),
-        down(static_cast<size_t>(E), MatrixView{nowhere, H, F, down_type});
-    const auto g = l.load_experts(gate_up, E, WeightUse::SwiGLU), d = l.load_experts(down, E, WeightUse::Linear);
-    for (const int64_t T : {1, 4, 8, 16, 512}) {
-      ops.reset_scratch();
-      const Tensor x = upload(ops, random.floats(T * H), T, H), y = ops.scratch(T, H);
-      std::vector<Routing> routings;
-      std::vector<int> seen(static_cast<size_t>(E), 0);
-      for (int i = 0; i < 8; ++i)
-        routings.push_back(l.route(upload(ops, random.floats(T * E, 4.0f), T, E), nullptr, nullptr, {}, 6, 1.5f));
-      const double distinct = static_cast<double>(E) * (1 - std::pow(1 - 6.0 / E, static_cast<double>(T)));
-      const double each = 2.0 * F * static_cast<double>(row_bytes(gate_type, H)) +
-                          static_cast<double>(H) * static_cast<double>(row_bytes(down_type, F));
-      line(csv, std::string("moe ") + dtype_name(gate_type) + "/" + dtype_name(down_type), T,
-           time_op(ops, 8, [&](int i) { l.moe(*g, *d, x, routings[static_cast<size_t>(i) % 8], 10.0f, y); }),
-           distinct * each);
-    }
-  }
   {
     std::vector<StateSpec> specs = {
         {.name = "window", .kind = StateKind::Ring, .type = DType::F32, .width = D, .capacity = 256, .need = 128},
@@ -174,6 +152,44 @@ void bench_ops(Ops& ops, std::FILE* csv) {
         line(csv, "latent_attention" + at, T,
              time_op(ops, 8, [&](int) { l.latent_attention(q, kv, rows, a, &s, out); }),
              static_cast<double>(T * (128 + std::min<int64_t>(512, depth / 4)) * D * 4));
+      }
+  }
+}
+
+// The experts of a layer of Flash's shape, of each type that files have them in. `together`: all rows on six experts.
+void bench_experts(Ops& ops, std::FILE* csv) {
+  Random random(7);
+  LatentOps& l = *ops.latent();
+  static const std::byte nowhere[64] = {};
+  const int64_t H = 4096, E = 256, F = 2048, k = 6;
+  const DType types[][2] = {{DType::IQ2_XXS, DType::Q2_K},
+                            {DType::Q4_K, DType::Q4_K},
+                            {DType::MXFP4, DType::MXFP4},
+                            {DType::Q8_0, DType::Q8_0}};
+  for (const auto& [gate_type, down_type] : types) {
+    std::vector<MatrixView> gate_up(static_cast<size_t>(2 * E), MatrixView{nowhere, F, H, gate_type}),
+        down(static_cast<size_t>(E), MatrixView{nowhere, H, F, down_type});
+    const auto g = l.load_experts(gate_up, E, WeightUse::SwiGLU), d = l.load_experts(down, E, WeightUse::Linear);
+    const double each = 2.0 * F * static_cast<double>(row_bytes(gate_type, H)) +
+                        static_cast<double>(H) * static_cast<double>(row_bytes(down_type, F));
+    for (const bool together : {false, true})
+      for (const int64_t T : together ? std::vector<int64_t>{4, 8, 16} : std::vector<int64_t>{1, 4, 8, 16, 512}) {
+        ops.reset_scratch();
+        const Tensor x = upload(ops, random.floats(T * H), T, H), y = ops.scratch(T, H);
+        std::vector<Routing> routings;
+        for (int i = 0; i < 8; ++i) {
+          auto logits = random.floats((together ? 1 : T) * E, 4.0f);
+          for (int64_t t = 1; together && t < T; ++t) logits.insert(logits.end(), logits.begin(), logits.begin() + E);
+          routings.push_back(l.route(upload(ops, logits, T, E), nullptr, nullptr, {}, k, 1.5f));
+        }
+        const double distinct =
+            together ? k
+                     : static_cast<double>(E) * (1 - std::pow(1 - static_cast<double>(k) / E, static_cast<double>(T)));
+        line(csv,
+             std::string("moe ") + dtype_name(gate_type) + "/" + dtype_name(down_type) +
+                 (together ? ", six experts" : ""),
+             T, time_op(ops, 8, [&](int i) { l.moe(*g, *d, x, routings[static_cast<size_t>(i)], 10.0f, y); }),
+             distinct * each);
       }
   }
 }
@@ -249,12 +265,12 @@ void bench_decode(Ops& ops, std::FILE* csv) {
   for (size_t i = 0; i < std::size(widths); ++i) line(csv, "products of a layer", widths[i], total[i], 0);
 }
 
-void bench_model(std::FILE* csv, int64_t layers) {
+void bench_model(std::FILE* csv, int64_t layers, DType gate_up, DType down) {
   const auto ops = make_cuda_ops({.device = 0, .synthetic_weights = true});
   const auto seconds = [] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   };
-  const DeepSeekTypes types{DType::F16, DType::Q8_0, DType::IQ2_XXS, DType::Q2_K};
+  const DeepSeekTypes types{DType::F16, DType::Q8_0, gate_up, down};
   const RandomModel random = random_deepseek(flash_deepseek(layers), 77, types, true, true);
   const auto model = random.make();
   double start = seconds();

@@ -78,6 +78,7 @@ void check_few(Ops& cuda, Results& r, uint64_t seed) {
         "deepseek4 Q8_0/IQ2_XXS/Q2_K", widths);
   check(cuda, r, random_deepseek(small, seed + 2, {DType::BF16, DType::Q4_0, DType::MXFP4, DType::Q4_K}, false),
         "deepseek4 Q4_0/MXFP4/Q4_K", widths);
+  check_wide(cuda, r, seed, true);
 
   Random random(seed + 3);
   const int64_t vocab = 1000;

@@ -85,15 +85,17 @@ void check_latent(Ops& ops, Results& results, uint64_t seed, const Traits& trait
 void check_models(Ops& ops, Results& results, uint64_t seed);
 void check_drafts(Ops& ops, Results& results, uint64_t seed);
 void check_few(Ops& ops, Results& results, uint64_t seed);
-void check_wide(Ops& ops, Results& results, uint64_t seed);
+// `some`: few launches, nothing of the reference.
+void check_wide(Ops& ops, Results& results, uint64_t seed, bool some = false);
 void check_many(Ops& ops, Results& results, uint64_t seed);
 // Prints what draws cost as well.
 void check_draws(Ops& ops, Results& results, uint64_t seed);
-// Timings of single operations, of a layer's products at the widths of decoding, then of a whole model of 43 layers
-// with random weights; rows go to `csv`.
+// Timings of single operations, of experts of each type, of a layer's products at the widths of decoding, then of a
+// whole model of 43 layers with random weights; rows go to `csv`.
 void bench_ops(Ops& cuda, std::FILE* csv);
+void bench_experts(Ops& cuda, std::FILE* csv);
 void bench_decode(Ops& cuda, std::FILE* csv);
-void bench_model(std::FILE* csv, int64_t layers);
+void bench_model(std::FILE* csv, int64_t layers, DType gate_up, DType down);
 void bench_prefill(std::FILE* csv, int64_t layers);
 
 }  // namespace ds4::gpu

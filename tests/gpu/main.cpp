@@ -1,9 +1,10 @@
 // gpu_check: everything that can only be checked or timed on a GPU, without Python.
 //
 //   gpu_check [ops] [latent] [models] [drafts] [draws] [few] [wide] [many] [bench] [prefill] [decode]
-//             [model] [--layers N] [--seed S] [--csv FILE]
+//             [experts] [model] [--layers N] [--experts TYPE] [--seed S] [--csv FILE]
 //
-// No part named: all of them. Exit status 1 when a check failed.
+// No part named: all of them. `--experts`: the type of a model's experts (q4_k, mxfp4, q8_0), else IQ2_XXS and Q2_K.
+// Exit status 1 when a check failed.
 #include <cstdlib>
 #include <set>
 
@@ -15,6 +16,7 @@ int main(int argc, char** argv) {
   using namespace ds4::gpu;
   std::set<std::string> parts;
   int64_t layers = 43;
+  DType gate_up = DType::IQ2_XXS, down = DType::Q2_K;
   uint64_t seed = static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()) % 1000000;
   std::string csv_path = "gpu_check.csv";
   for (int i = 1; i < argc; ++i) {
@@ -24,7 +26,10 @@ int main(int argc, char** argv) {
       layers = std::atoll(argv[++i]);
     else if (a == "--seed" && value)
       seed = static_cast<uint64_t>(std::atoll(argv[++i]));
-    else if (a == "--csv" && value)
+    else if (a == "--experts" && value) {
+      const std::string type = argv[++i];
+      gate_up = down = type == "q4_k" ? DType::Q4_K : type == "mxfp4" ? DType::MXFP4 : DType::Q8_0;
+    } else if (a == "--csv" && value)
       csv_path = argv[++i];
     else
       parts.insert(a);
@@ -70,8 +75,9 @@ int main(int argc, char** argv) {
   part("draws", [&] { check_draws(*ops, results, seed); });
   part("bench", [&] { bench_ops(*make_cuda_ops({.device = 0, .synthetic_weights = true}), csv); });
   part("prefill", [&] { bench_prefill(csv, layers); });
+  part("experts", [&] { bench_experts(*make_cuda_ops({.device = 0, .synthetic_weights = true}), csv); });
   part("decode", [&] { bench_decode(*make_cuda_ops({.device = 0, .synthetic_weights = true}), csv); });
-  part("model", [&] { bench_model(csv, layers); });
+  part("model", [&] { bench_model(csv, layers, gate_up, down); });
   std::fclose(csv);
   std::printf("%d checks, %d failed\n", results.checks, results.failed);
   return results.failed ? 1 : 0;
