@@ -6,6 +6,7 @@
 #include "cuda/device_math.h"
 #include "cuda/hyper.h"
 #include "cuda/hyper_math.h"
+#include "cuda/indexer.h"
 #include "cuda/latent.h"
 #include "cuda/latent_attention.h"
 #include "cuda/moe.h"

@@ -152,52 +152,54 @@ __global__ void __launch_bounds__(kSplitThreads)
   if (lane % 4 == 0) to.scales[at * 8 + lane / 4] = scale;
 }
 
-// Bytes: W once for each 16 NT rows of x, x's parts once for each 32 MT rows of W, both from the cache after the first.
-// Operations: 4 rows cols T on halves. Four warps have 16 MT rows and 8 NT tokens each, two by two; W and x go through
-// shared memory, two blocks of 32 columns a stage.
-constexpr int kTileThreads = 128;
+// Bytes: W once for each 8 NT kColumns rows of x, x's parts once for each 64 rows of W, both from the cache after the
+// first. Operations: 4 rows cols T on halves. A warp has 16 rows and 8 NT tokens, four of them stand below each other
+// and kColumns beside each other; W and x go through shared memory, two blocks of 32 columns a stage.
+constexpr int kBlockRows = 64;
 constexpr int kStages = 3;
 
-template <int MT, int NT>
+template <int NT, int kColumns>
 constexpr int stage_bytes() {
-  return 2 * (MT * 32 * 64 + NT * 2 * 1024 + NT * 2 * 32);
+  return 2 * (kBlockRows * 64 + NT * kColumns * 1024 + NT * kColumns * 32);
 }
 
-template <int MT, int NT>
-__global__ void __launch_bounds__(kTileThreads, 3) tile_halves(const __half* w, HalfActivations x, HalfArgs p) {
+template <int NT, int kColumns>
+__global__ void __launch_bounds__(128 * kColumns, kColumns == 2 ? 3 : 4)
+    tile_halves(const __half* w, HalfActivations x, HalfArgs p) {
   begin_kernel();
   extern __shared__ __align__(128) uint8_t stages[];
-  constexpr int kRows = 32 * MT, kGroups = 2 * NT;  // of W; of eight tokens
-  constexpr int kPartBytes = kRows * 64 * 2, kScaleBytes = kPartBytes + kGroups * 2048;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int warp_row = static_cast<int>(threadIdx.x) / 32 % 2 * (16 * MT),
-            warp_group = static_cast<int>(threadIdx.x) / 64 * NT;
-  const int slab = blockIdx.z, row0 = static_cast<int>(blockIdx.y) * kRows, rank = static_cast<int>(p.rank);
+  constexpr int kThreads = 128 * kColumns, kGroups = NT * kColumns;  // of eight tokens
+  constexpr int kPartBytes = kBlockRows * 64 * 2, kScaleBytes = kPartBytes + kGroups * 2048;
+  const int i = static_cast<int>(threadIdx.x), warp = i / 32, lane = i % 32, g = lane / 4, t = lane % 4;
+  const int warp_row = warp % 4 * 16, warp_group = warp / 4 * NT;
+  const int slab = blockIdx.z, row0 = static_cast<int>(blockIdx.y) * kBlockRows, rank = static_cast<int>(p.rank);
   const int group0 = static_cast<int>(blockIdx.x) * kGroups;
-  const int blocks = p.blocks, steps = (blocks + 1) / 2, i = static_cast<int>(threadIdx.x);
-  // A thread copies 16 bytes of every 16th row of W and of each group of tokens.
-  const __half* const w_from = w + static_cast<int64_t>(slab) * rank * p.w_stride + i % 8 * 8;
-  int w_off[kRows / 16];
+  const int blocks = p.blocks, steps = (blocks + 1) / 2;
+  // A thread copies 16 bytes of some rows of W and of some groups of tokens.
+  constexpr int kRowsAtOnce = kThreads / 8, kGroupsAtOnce = kThreads / 128;
+  const __half* w_from[kBlockRows / kRowsAtOnce];
 #pragma unroll
-  for (int piece = 0; piece < kRows / 16; ++piece)
-    w_off[piece] = min(row0 + i / 8 + piece * 16, rank - 1) * static_cast<int>(p.w_stride);
+  for (int piece = 0; piece < kBlockRows / kRowsAtOnce; ++piece)
+    w_from[piece] =
+        w + (static_cast<int64_t>(slab) * rank + min(row0 + i / 8 + piece * kRowsAtOnce, rank - 1)) * p.w_stride +
+        i % 8 * 8;
   const int x_group = static_cast<int>(x.blocks) * 64;
-  const uint4* const x_from = x.parts + static_cast<int64_t>(group0) * x_group + slab * blocks * 64 + i;
+  const uint4* const x_from = x.parts + static_cast<int64_t>(group0 + i / 128) * x_group + slab * blocks * 64 + i % 128;
   const float* const scale_from = x.scales + ((group0 + i / 4) * x.blocks + slab * blocks) * 8 + i % 4 * 4;
   const uint32_t base = shared_address(stages);
-  const uint32_t w_to = base + static_cast<uint32_t>(i % 8 / 4 * (kRows * 64) + i / 8 * 64 + i % 4 * 16);
+  const uint32_t w_to = base + static_cast<uint32_t>(i % 8 / 4 * (kBlockRows * 64) + i / 8 * 64 + i % 4 * 16);
   const auto fetch = [&](int step) {
-    const uint32_t on = static_cast<uint32_t>(step % kStages * stage_bytes<MT, NT>());
+    const uint32_t on = static_cast<uint32_t>(step % kStages * stage_bytes<NT, kColumns>());
     if (step < steps) {
       const int block0 = 2 * step;
       if (block0 + i % 8 / 4 < blocks)
 #pragma unroll
-        for (int piece = 0; piece < kRows / 16; ++piece)
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(w_to + on + piece * 1024),
-                       "l"(w_from + w_off[piece] + block0 * 32));
-      if (block0 + i / 64 < blocks)
+        for (int piece = 0; piece < kBlockRows / kRowsAtOnce; ++piece)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(w_to + on + piece * (kRowsAtOnce * 64)),
+                       "l"(w_from[piece] + block0 * 32));
+      if (block0 + i % 128 / 64 < blocks)
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group)
+        for (int group = 0; group < kGroups; group += kGroupsAtOnce)
           asm volatile(
               "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(base + on + kPartBytes + group * 2048 + i * 16),
               "l"(x_from + (group * x_group + block0 * 64)));
@@ -209,31 +211,28 @@ __global__ void __launch_bounds__(kTileThreads, 3) tile_halves(const __half* w, 
   };
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) fetch(i);
-  float chain[MT][NT][4], total[MT][NT][4];
+  float chain[NT][4], total[NT][4];
 #pragma unroll
-  for (int i = 0; i < MT * NT * 4; ++i)
-    chain[i / 4 / NT][i / 4 % NT][i % 4] = total[i / 4 / NT][i / 4 % NT][i % 4] = 0.0f;
+  for (int n = 0; n < NT * 4; ++n) chain[n / 4][n % 4] = total[n / 4][n % 4] = 0.0f;
   for (int step = 0; step < steps; ++step) {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2));
     __syncthreads();
     fetch(step + kStages - 1);
-    const uint8_t* const stage = stages + step % kStages * stage_bytes<MT, NT>();
+    const uint8_t* const stage = stages + step % kStages * stage_bytes<NT, kColumns>();
 #pragma unroll
     for (int of = 0; of < 2; ++of) {
       const int block = 2 * step + of;
       if (block >= blocks) break;
       // The units' operands stand in registers of their own, built once: what ptxas cannot see through keeps it from
       // moving them together anew for every product.
-      uint32_t a[MT][2][4];
+      uint32_t a[2][4];
 #pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const uint4 v = *reinterpret_cast<const uint4*>(stage + of * (kRows * 64) +
-                                                          (warp_row + m * 16 + r * 8 + g) * 64 + t * 16);
-          a[m][0][r] = v.x ^ p.zero, a[m][0][r + 2] = v.y ^ p.zero;
-          a[m][1][r] = v.z ^ p.zero, a[m][1][r + 2] = v.w ^ p.zero;
-        }
+      for (int r = 0; r < 2; ++r) {
+        const uint4 v =
+            *reinterpret_cast<const uint4*>(stage + of * (kBlockRows * 64) + (warp_row + r * 8 + g) * 64 + t * 16);
+        a[0][r] = v.x ^ p.zero, a[0][r + 2] = v.y ^ p.zero;
+        a[1][r] = v.z ^ p.zero, a[1][r + 2] = v.w ^ p.zero;
+      }
 #pragma unroll
       for (int n0 = 0; n0 < NT; n0 += 2) {
         uint4 x_part[2][2];
@@ -246,31 +245,27 @@ __global__ void __launch_bounds__(kTileThreads, 3) tile_halves(const __half* w, 
           scale[n] =
               *reinterpret_cast<const float2*>(stage + kScaleBytes + (warp_group + n0 + n) * 64 + of * 32 + t * 8);
         }
-        float sum[MT][2][4];
+        float sum[2][4];
 #pragma unroll
-        for (int i = 0; i < MT * 8; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
+        for (int n = 0; n < 8; ++n) sum[n / 4][n % 4] = 0.0f;
 #pragma unroll
-        for (int step = 0; step < 4; ++step)
+        for (int part = 0; part < 4; ++part)
 #pragma unroll
-          for (int m = 0; m < MT; ++m)
+          for (int n = 0; n < 2; ++n) {
+            const uint4& v = x_part[n][part / 2];
+            multiply_halves(sum[n], a[part % 2], part % 2 ? v.z : v.x, part % 2 ? v.w : v.y);
+          }
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-              const uint4& v = x_part[n][step / 2];
-              multiply_halves(sum[m][n], a[m][step % 2], step % 2 ? v.z : v.x, step % 2 ? v.w : v.y);
-            }
+        for (int n = 0; n < 2; ++n)
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-          for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int c = 0; c < 4; ++c)
-              chain[m][n0 + n][c] = fmaf(sum[m][n][c], c % 2 ? scale[n].y : scale[n].x, chain[m][n0 + n][c]);
+          for (int c = 0; c < 4; ++c)
+            chain[n0 + n][c] = fmaf(sum[n][c], c % 2 ? scale[n].y : scale[n].x, chain[n0 + n][c]);
       }
       if (block % kChainBlocks == kChainBlocks - 1 || block == blocks - 1) {
         const bool start = block < kChainBlocks;
 #pragma unroll
-        for (int i = 0; i < MT * NT * 4; ++i) {
-          float &all = total[i / 4 / NT][i / 4 % NT][i % 4], &part = chain[i / 4 / NT][i / 4 % NT][i % 4];
+        for (int n = 0; n < NT * 4; ++n) {
+          float &all = total[n / 4][n % 4], &part = chain[n / 4][n % 4];
           all = start ? part : all + part;
           part = 0.0f;
         }
@@ -279,17 +274,14 @@ __global__ void __launch_bounds__(kTileThreads, 3) tile_halves(const __half* w, 
   }
   asm volatile("cp.async.wait_group 0;");
 #pragma unroll
-  for (int m = 0; m < MT; ++m)
+  for (int n = 0; n < NT; ++n)
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int in_slab = row0 + warp_row + m * 16 + g + c / 2 * 8;
-        const int64_t row = static_cast<int64_t>(slab) * rank + in_slab,
-                      token = (group0 + warp_group + n) * 8 + 2 * t + c % 2;
-        if (in_slab >= rank || token >= p.T) continue;
-        store(p, row, token, total[m][n][c]);
-      }
+    for (int c = 0; c < 4; ++c) {
+      const int in_slab = row0 + warp_row + g + c / 2 * 8;
+      const int64_t row = static_cast<int64_t>(slab) * rank + in_slab,
+                    token = (group0 + warp_group + n) * 8 + 2 * t + c % 2;
+      if (in_slab < rank && token < p.T) store(p, row, token, total[n][c]);
+    }
 }
 
 }  // namespace
@@ -333,19 +325,16 @@ void linear_halves(const Device& device, const Segment& w, Tensor x, const HalfA
     DS4_CUDA(cudaGetLastError());
     return;
   }
-  const auto blocks_of = [&](int64_t rows, int64_t tokens) {
-    return dim3(static_cast<unsigned>((p.T + tokens - 1) / tokens), static_cast<unsigned>((p.rank + rows - 1) / rows),
-                static_cast<unsigned>(slabs));
-  };
-  const auto run = [&](auto kernel, dim3 grid, int shared) {
+  const auto run = [&](auto kernel, int64_t tokens, unsigned threads, int shared) {
+    const dim3 grid(static_cast<unsigned>((p.T + tokens - 1) / tokens),
+                    static_cast<unsigned>((p.rank + kBlockRows - 1) / kBlockRows), static_cast<unsigned>(slabs));
     DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * shared));
-    launch_kernel(device.stream(), grid, kTileThreads, static_cast<size_t>(kStages * shared), kernel, data, split, p);
+    launch_kernel(device.stream(), grid, threads, static_cast<size_t>(kStages * shared), kernel, data, split, p);
   };
-  const dim3 large = blocks_of(64, 64);
-  if (static_cast<int64_t>(large.x) * large.y * large.z * 10 >= 9 * device.multiprocessors())
-    run(tile_halves<2, 4>, large, stage_bytes<2, 4>());
+  if ((p.T + 63) / 64 * ((p.rank + kBlockRows - 1) / kBlockRows) * slabs * 10 >= 9 * device.multiprocessors())
+    run(tile_halves<4, 2>, 64, 256, stage_bytes<4, 2>());
   else
-    run(tile_halves<1, 2>, blocks_of(32, 32), stage_bytes<1, 2>());
+    run(tile_halves<2, 1>, 16, 128, stage_bytes<2, 1>());
   DS4_CUDA(cudaGetLastError());
 }
 

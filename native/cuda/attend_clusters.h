@@ -1,0 +1,525 @@
+// Latent attention of heads of 512 columns by clusters of blocks of threads, each of which has some of the columns:
+// attend_half for many rows, attend_part for few.
+#pragma once
+
+#include "cuda/attention_rows.h"
+
+namespace ds4::cuda {
+namespace {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define DS4_PARTS __cluster_dims__(kParts, 1, 1)
+#define DS4_HALVES __cluster_dims__(2, 1, 1)
+#else
+#define DS4_PARTS  // the kernels are empty there, and not launched
+#define DS4_HALVES
+#endif
+
+// Many rows whose low parts are zeros but in the last kLowColumns of 512 columns: a cluster of two blocks of threads
+// has all chunks of a row for 32 heads, each half of the columns, and so little shared memory that two blocks fit a
+// multiprocessor: one computes while the other waits for rows. Bytes: 64 rows of 256 floats a chunk, from the cache;
+// operations 4 * 64 * 256 a head. Order of all sums as in attend_latent.
+constexpr int kHalfThreads = 256;
+constexpr int kHalfWarps = kHalfThreads / 32;
+constexpr int kHalfHeads = 2 * kHeads;
+constexpr int kHalfColumns = kMostColumns / 2;
+constexpr int kLowColumns = 64;
+
+struct HalfMemory {
+  uint8_t query[2][kHalfHeads * kHalfColumns * 2];  // high parts, low parts
+  union {
+    struct {
+      uint8_t rows[kRows * kHalfColumns * 2];
+      uint8_t low_rows[kRows * kLowColumns * 2];  // of the second half's last columns
+    };
+    float result[kHalfHeads][kHalfColumns + 8];  // eight heads fall into different banks
+  };
+  float score[kHalfHeads][kRows];  // of one part, then of both
+  union {
+    float second[kHalfHeads][kRows];  // of the other part
+    uint8_t weight[2][kHalfHeads * kRows * 2];
+  };
+  float other[2][kHalfHeads][kRows];  // of the other half; chunks take turns
+};
+
+__global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
+    attend_half(const float* q, int64_t q_stride, HeadNorm norm, const DeviceRow* rows, RowSource source,
+                const float* sinks, int heads, float scale, Turn turn, float* out, int64_t out_stride,
+                Activations codes) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  begin_kernel();
+  extern __shared__ __align__(128) uint8_t half_memory[];
+  HalfMemory& m = *reinterpret_cast<HalfMemory*>(half_memory);
+  __shared__ Softmax running[kHalfHeads];
+  __shared__ float factor[2][kHalfHeads];
+  __shared__ float squares[kParts][kHalfHeads];
+  __shared__ uint64_t arrivals[3];  // of chunks' scores, which take turns; of squares
+  const uint32_t arrival = shared_address(arrivals);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 3; ++i) init_barrier(arrival + 8 * i);
+    fence_barriers();
+  }
+  __syncthreads();
+  cluster_started();
+  // Rows with the longest lists first.
+  const int half = static_cast<int>(blockIdx.x), t = static_cast<int>(gridDim.z - 1 - blockIdx.z),
+            head0 = static_cast<int>(blockIdx.y) * kHalfHeads, n_heads = min(kHalfHeads, heads - head0);
+  const DeviceRow row = rows[t];
+  const int total = source.list.total(row.position);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  const SplitRows query{{shared_address(m.query[0]), kHalfColumns}, {shared_address(m.query[1]), kHalfColumns}};
+  const HalfRows latent{shared_address(m.rows), kHalfColumns}, latent_low{shared_address(m.low_rows), kLowColumns},
+      weight_high{shared_address(m.weight[0]), kRows}, weight_low{shared_address(m.weight[1]), kRows};
+  const uint32_t peer_other = address_in(shared_address(m.other), half ^ 1),
+                 peer_arrival = address_in(arrival, half ^ 1);
+  {
+    constexpr int kEach = kHalfHeads / kHalfWarps;
+    float4 v[kEach][2];
+#pragma unroll
+    for (int r = 0; r < kEach; ++r)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int h = warp + r * kHalfWarps;
+        v[r][i] = make_float4(0, 0, 0, 0);
+        if (h < n_heads)
+          v[r][i] =
+              __ldcg(reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(head0 + h) * kMostColumns +
+                                                     half * kHalfColumns) +
+                     i * 32 + lane);
+      }
+    wait_cluster();
+    if (norm.turn.table) {
+      if (threadIdx.x == 0) expect_bytes(arrival + 16, static_cast<int>(sizeof(squares)));
+#pragma unroll
+      for (int r = 0; r < kEach; ++r)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float sum = norm.squares(v[r][i]);
+          if (lane < 2)
+            store_in(address_in(shared_address(&squares[2 * half + i][warp + r * kHalfWarps]), lane), sum,
+                     address_in(arrival + 16, lane));
+        }
+      wait_for(arrival + 16, 0);
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) {
+        const int h = warp + r * kHalfWarps;
+        const float by = norm.factor(squares[0][h], squares[1][h], squares[2][h], squares[3][h]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) v[r][i] = norm.finish(v[r][i], by, t, half * kHalfColumns + (i * 32 + lane) * 4);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kEach; ++r)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) query.store(warp + r * kHalfWarps, i * 32 + lane, v[r][i]);
+  }
+  if (threadIdx.x < kHalfHeads)
+    running[threadIdx.x] = start_of(sinks, head0 + min(static_cast<int>(threadIdx.x), n_heads - 1));
+  float all[2][4][4];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) all[i / 16][i / 4 % 4][i % 4] = 0.0f;
+  const int chunks = (total + kRows - 1) / kRows;
+  // A warp has eight rows of a chunk, a lane finds one of them, while the chunk before is multiplied.
+  constexpr int kEach = kRows / kHalfWarps, kAhead = 4;  // on their way at a time
+  const int own_row = warp + lane % kEach * kHalfWarps;
+  const float* own = source.entry(row, t, min(own_row, total - 1)) + half * kHalfColumns;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int begin = chunk * kRows, n = min(kRows, total - begin), filled = (n + 15) / 16 * 16;
+    {
+#pragma unroll
+      for (int first = 0; first < kEach; first += kAhead) {
+        float4 v[kAhead][2];
+#pragma unroll
+        for (int r = 0; r < kAhead; ++r) {
+          const auto at =
+              reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), first + r));
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            v[r][i] = warp + (first + r) * kHalfWarps < n ? __ldcg(at + i * 32 + lane) : make_float4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int r = 0; r < kAhead; ++r) {
+          const int of = warp + (first + r) * kHalfWarps;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint32_t to = latent.at(of, (i * 32 + lane) / 2) + lane % 2 * 8;
+            if (i == 1 && lane >= 16 && half == 1)
+              SplitRows{latent, latent_low}.store(to, latent_low.at(of, (lane - 16) / 2) + lane % 2 * 8, v[r][i]);
+            else
+              store_halves(to, v[r][i]);
+          }
+        }
+      }
+    }
+    if (chunk + 1 < chunks) own = source.entry(row, t, min(begin + kRows + own_row, total - 1)) + half * kHalfColumns;
+    __syncthreads();
+    {
+      // Scores: a warp has a quarter of the columns for 16 heads and 32 rows.
+      const int part = warp / 4, tile = warp / 2 % 2, first = warp % 2 * 32;
+      float sum[4][4];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = 0.0f;
+      if (first < n) {
+        const uint32_t a_high = query.high.at(tile * kHeads + lane % 16, lane % 8),
+                       b_high = latent.at(first + lane % 8 + lane / 16 * 8, lane % 8),
+                       to_a_low = query.low.address - query.high.address;
+        constexpr uint32_t kRows16 = 16 * kHalfColumns * 2;
+#pragma unroll
+        for (int step = 0; step < kHalfColumns / 32; ++step) {
+          const int piece = part * (kHalfColumns / 16) + 2 * step;
+          const uint32_t a_at = a_high + static_cast<uint32_t>((piece + lane / 16 ^ lane % 8) * 16),
+                         b_at = b_high + static_cast<uint32_t>((piece + lane / 8 % 2 ^ lane % 8) * 16);
+          uint32_t up[4], down[4], high[2][4];
+          load_matrices(down, a_at + to_a_low);
+          load_matrices(up, a_at);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) load_matrices(high[i], b_at + i * kRows16);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) multiply_halves(sum[i], down, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+          if (step >= 4 && half == 1 && part == 1)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              load_matrices(down,
+                            latent_low.at(first + 16 * i + lane % 8 + lane / 16 * 8, 2 * (step - 4) + lane / 8 % 2));
+              multiply_halves(sum[2 * i], up, down[0], down[1]);
+              multiply_halves(sum[2 * i + 1], up, down[2], down[3]);
+            }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) multiply_halves(sum[i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+        }
+      }
+      auto& to = part ? m.second : m.score;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = (first + 8 * i ^ 8 * g) + 2 * c;
+        *reinterpret_cast<float2*>(&to[tile * kHeads + g][at]) = make_float2(sum[i][0], sum[i][1]);
+        *reinterpret_cast<float2*>(&to[tile * kHeads + g + 8][at]) = make_float2(sum[i][2], sum[i][3]);
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kHalfHeads * kRows / 4 / kHalfThreads; ++i) {
+      const int at = i * kHalfThreads + static_cast<int>(threadIdx.x);
+      float4& mine = reinterpret_cast<float4*>(&m.score[0][0])[at];
+      const float4 a = mine, b = reinterpret_cast<const float4*>(&m.second[0][0])[at];
+      mine = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+      store_in(peer_other + static_cast<uint32_t>(chunk % 2 * static_cast<int>(sizeof(m.other[0])) + at * 16), mine,
+               peer_arrival + chunk % 2 * 8);
+    }
+    if (threadIdx.x == 0) expect_bytes(arrival + chunk % 2 * 8, static_cast<int>(sizeof(m.other[0])));
+    __syncthreads();
+    wait_for(arrival + chunk % 2 * 8, static_cast<uint32_t>(chunk / 2 % 2));
+#pragma unroll
+    for (int i = 0; i < kHalfHeads / kHalfWarps; ++i) {
+      const int h = i * kHalfWarps + warp;
+      float v[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int j = lane + 32 * k, at = j ^ h % 8 * 8;
+        const float sum = m.score[h][at] + m.other[chunk % 2][h][at];
+        v[k] = j < n ? sum * scale : -INFINITY;
+      }
+      const float largest = warp_max(fmaxf(v[0], v[1]));
+#pragma unroll
+      for (int k = 0; k < 2; ++k) v[k] = lane + 32 * k < n ? expf(v[k] - largest) : 0.0f;
+      const float sum = warp_sum(v[0] + v[1]);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) store_weight(weight_high, weight_low, h, lane + 32 * k, v[k]);
+      if (lane == 0) join(running[h], {largest, sum}, factor[0][h], factor[1][h]);
+    }
+    __syncthreads();
+    {
+      // Weighted sums: a warp has 32 columns of all heads.
+      const bool both = half == 1 && warp >= kHalfWarps - 2;
+      float sum[2][4][4];
+#pragma unroll
+      for (int i = 0; i < 32; ++i) sum[i / 16][i / 4 % 4][i % 4] = 0.0f;
+#pragma unroll
+      for (int step = 0; step < kRows / 16; ++step) {
+        if (step * 16 >= filled) break;
+        uint32_t high[2][4], rest[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          load_turned(high[i], latent.at(step * 16 + lane % 16, warp * 4 + 2 * i + lane / 16));
+          if (both)
+            load_turned(rest[i],
+                        latent_low.at(step * 16 + lane % 16, (warp - (kHalfWarps - 2)) * 4 + 2 * i + lane / 16));
+        }
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+          uint32_t up[4], down[4];
+          load_matrices(down, weight_low.at(tile * kHeads + lane % 16, 2 * step + lane / 16));
+          load_matrices(up, weight_high.at(tile * kHeads + lane % 16, 2 * step + lane / 16));
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            multiply_halves(sum[tile][i], down, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+          if (both)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              multiply_halves(sum[tile][i], up, rest[i / 2][i % 2 * 2], rest[i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            multiply_halves(sum[tile][i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+        }
+      }
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int h = tile * kHeads + g + 8 * r;
+          const float before = factor[0][h], added = factor[1][h];
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int k = 2 * r; k < 2 * r + 2; ++k)
+              all[tile][i][k] = fmaf(all[tile][i][k], before, sum[tile][i][k] * added);
+        }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int h = tile * kHeads + g + 8 * r;
+      if (h >= n_heads) continue;
+      const float inverse = 1.0f / running[h].total;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = warp * 32 + 8 * i + 2 * c;
+        float v[2] = {all[tile][i][2 * r] * inverse, all[tile][i][2 * r + 1] * inverse};
+        turn.apply<true>(v, t, half * kHalfColumns + column, kMostColumns);
+        *reinterpret_cast<float2*>(&m.result[h][column]) = make_float2(v[0], v[1]);
+      }
+    }
+  __syncthreads();
+  for (int i = warp; i < n_heads * 2; i += kHalfWarps) {
+    const float4 v = *reinterpret_cast<const float4*>(&m.result[i / 2][i % 2 * kTileCols + 4 * lane]);
+    const int64_t column = static_cast<int64_t>(head0 + i / 2) * kMostColumns + half * kHalfColumns + i % 2 * kTileCols;
+    *reinterpret_cast<float4*>(out + t * out_stride + column + 4 * lane) = v;
+    if (codes.q) store_codes({v.x, v.y, v.z, v.w}, t, column / kTileCols, codes);
+  }
+#endif
+}
+
+// Few rows of heads of 512 columns: a cluster of four blocks of threads has a chunk for sixteen heads, each a quarter
+// of the columns; scores are exchanged, each block has all of them and computes the probabilities for itself. The last
+// of a row's chunks to end joins them. Bytes: 64 rows of 128 floats and sixteen heads' likewise, from the cache;
+// operations 4 * 64 * 128 a head. Order of all sums as in attend_latent.
+constexpr int kPartThreads = 256;
+constexpr int kPartWarps = kPartThreads / 32;
+constexpr int kPartColumns = kMostColumns / kParts;
+
+struct PartMemory {
+  uint8_t query[2][kHeads * kPartColumns * 2];  // high parts, low parts
+  uint8_t rows[2][kRows * kPartColumns * 2];
+  float score[kParts][kHeads][kRows];
+  uint8_t weight[2][kHeads * kRows * 2];
+};
+
+__global__ void DS4_PARTS __launch_bounds__(kPartThreads, 3)
+    attend_part(const float* q, int64_t q_stride, HeadNorm norm, const DeviceRow* rows, RowSource source,
+                const float* sinks, int heads, float scale, LatentParts p, int* arrived, Turn turn, float* out,
+                int64_t out_stride, Activations codes) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  begin_kernel();
+  extern __shared__ __align__(128) uint8_t part_memory[];
+  PartMemory& m = *reinterpret_cast<PartMemory*>(part_memory);
+  __shared__ unsigned low_columns;  // bit c: low parts of rows in columns 32 c .. 32 c + 31 of the part
+  __shared__ Softmax stats[kHeads];
+  __shared__ float squares[kParts][kHeads];
+  __shared__ int turn_of;
+  __shared__ uint64_t arrivals[2];  // of scores, of squares
+  const uint32_t arrival = shared_address(arrivals);
+  const int part = static_cast<int>(blockIdx.x), chunk = blockIdx.y;
+  const int tiles = (heads + kHeads - 1) / kHeads, t = static_cast<int>(blockIdx.z) / tiles,
+            head0 = static_cast<int>(blockIdx.z) % tiles * kHeads, n_heads = min(kHeads, heads - head0);
+  const DeviceRow row = rows[t];
+  const int total = source.list.total(row.position), begin = chunk * kRows;
+  if (begin >= total) return;
+  if (threadIdx.x == 0) {
+    low_columns = 0;
+    for (int i = 0; i < 2; ++i) init_barrier(arrival + 8 * i);
+    fence_barriers();
+    expect_bytes(arrival, static_cast<int>(sizeof(m.score)));
+    expect_bytes(arrival + 8, static_cast<int>(sizeof(squares)));
+  }
+  __syncthreads();
+  cluster_started();
+  const int n = min(kRows, total - begin), filled = (n + 15) / 16 * 16;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  const SplitRows query{{shared_address(m.query[0]), kPartColumns}, {shared_address(m.query[1]), kPartColumns}},
+      latent{{shared_address(m.rows[0]), kPartColumns}, {shared_address(m.rows[1]), kPartColumns}};
+  const HalfRows weight_high{shared_address(m.weight[0]), kRows}, weight_low{shared_address(m.weight[1]), kRows};
+  constexpr int kEach = kRows / kPartWarps;
+  // A lane finds one of its warp's rows.
+  const float* own = source.entry(row, t, begin + min(warp + lane % kEach * kPartWarps, n - 1)) + part * kPartColumns;
+  float4 v[kEach];
+#pragma unroll
+  for (int r = 0; r < kEach; ++r) {
+    const auto at = reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), r));
+    v[r] = warp + r * kPartWarps < n ? __ldcg(at + lane) : make_float4(0, 0, 0, 0);
+  }
+  constexpr int kOwnHeads = kHeads / kPartWarps;
+  float4 w[kOwnHeads];
+#pragma unroll
+  for (int r = 0; r < kOwnHeads; ++r) {
+    const int h = warp + r * kPartWarps;
+    w[r] = make_float4(0, 0, 0, 0);
+    if (h < n_heads)
+      w[r] = __ldcg(reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(head0 + h) * kMostColumns +
+                                                    part * kPartColumns) +
+                    lane);
+  }
+  wait_cluster();
+  if (norm.turn.table) {
+#pragma unroll
+    for (int r = 0; r < kOwnHeads; ++r) {
+      const float sum = norm.squares(w[r]);
+      if (lane < kParts)
+        store_in(address_in(shared_address(&squares[part][warp + r * kPartWarps]), lane), sum,
+                 address_in(arrival + 8, lane));
+    }
+    wait_for(arrival + 8, 0);
+#pragma unroll
+    for (int r = 0; r < kOwnHeads; ++r) {
+      const int h = warp + r * kPartWarps;
+      w[r] = norm.finish(w[r], norm.factor(squares[0][h], squares[1][h], squares[2][h], squares[3][h]), t,
+                         part * kPartColumns + 4 * lane);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kOwnHeads; ++r) query.store(warp + r * kPartWarps, lane, w[r]);
+  unsigned low = 0;
+#pragma unroll
+  for (int r = 0; r < kEach; ++r) low |= latent.store(warp + r * kPartWarps, lane, v[r]) ? 1u << (lane / 8) : 0u;
+  low = __reduce_or_sync(0xFFFFFFFFu, low);
+  __syncthreads();
+  if (lane == 0 && low) atomicOr(&low_columns, low);
+  __syncthreads();
+  low = low_columns;
+  {
+    // Scores of the part: a warp has eight rows.
+    float sum[4] = {0, 0, 0, 0};
+    const int first = warp * 8;
+    if (first < n) {
+      const uint32_t a_high = query.high.at(lane % 16, lane % 8), b_high = latent.high.at(first + lane % 8, lane % 8),
+                     to_a_low = query.low.address - query.high.address,
+                     to_b_low = latent.low.address - latent.high.address;
+#pragma unroll
+      for (int pair = 0; pair < kPartColumns / 32; ++pair) {
+        const uint32_t b_at = b_high + static_cast<uint32_t>((4 * pair + lane / 8 ^ lane % 8) * 16);
+        uint32_t high[4], rest[4];
+        load_matrices(high, b_at);
+        const bool both = low >> pair & 1u;
+        if (both) load_matrices(rest, b_at + to_b_low);
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          const uint32_t a_at = a_high + static_cast<uint32_t>((4 * pair + 2 * step + lane / 16 ^ lane % 8) * 16);
+          uint32_t up[4], down[4];
+          load_matrices(down, a_at + to_a_low);
+          load_matrices(up, a_at);
+          multiply_halves(sum, down, high[2 * step], high[2 * step + 1]);
+          if (both) multiply_halves(sum, up, rest[2 * step], rest[2 * step + 1]);
+          multiply_halves(sum, up, high[2 * step], high[2 * step + 1]);
+        }
+      }
+    }
+    const int at = (first ^ 8 * g) + 2 * c;
+#pragma unroll
+    for (int to = 0; to < kParts; ++to) {
+      const uint32_t barrier = address_in(arrival, to);
+      store_in(address_in(shared_address(&m.score[part][g][at]), to), make_float2(sum[0], sum[1]), barrier);
+      store_in(address_in(shared_address(&m.score[part][g + 8][at]), to), make_float2(sum[2], sum[3]), barrier);
+    }
+  }
+  wait_for(arrival, 0);
+#pragma unroll
+  for (int i = 0; i < kHeads / kPartWarps; ++i) {
+    const int h = i * kPartWarps + warp;
+    float e[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int j = lane + 32 * k, at = j ^ h % 8 * 8;
+      const float sum = (m.score[0][h][at] + m.score[1][h][at]) + (m.score[2][h][at] + m.score[3][h][at]);
+      e[k] = j < n ? sum * scale : -INFINITY;
+    }
+    const float largest = warp_max(fmaxf(e[0], e[1]));
+#pragma unroll
+    for (int k = 0; k < 2; ++k) e[k] = lane + 32 * k < n ? expf(e[k] - largest) : 0.0f;
+    const float sum = warp_sum(e[0] + e[1]);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) store_weight(weight_high, weight_low, h, lane + 32 * k, e[k]);
+    if (lane == 0) stats[h] = {largest, sum};
+  }
+  __syncthreads();
+  float sum[2][4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = 0.0f;
+  {
+    // Weighted sums: a warp has sixteen columns.
+    const int column0 = warp * 16;
+    const bool both = low >> (warp / 2) & 1u;
+#pragma unroll
+    for (int step = 0; step < kRows / 16; ++step) {
+      if (step * 16 >= filled) break;
+      uint32_t high[4], rest[4], up[4], down[4];
+      load_turned(high, latent.high.at(step * 16 + lane % 16, column0 / 8 + lane / 16));
+      if (both) load_turned(rest, latent.low.at(step * 16 + lane % 16, column0 / 8 + lane / 16));
+      load_matrices(down, weight_low.at(lane % 16, 2 * step + lane / 16));
+      load_matrices(up, weight_high.at(lane % 16, 2 * step + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) multiply_halves(sum[i], down, high[2 * i], high[2 * i + 1]);
+      if (both)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) multiply_halves(sum[i], up, rest[2 * i], rest[2 * i + 1]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) multiply_halves(sum[i], up, high[2 * i], high[2 * i + 1]);
+    }
+  }
+  const int chunks = (total + kRows - 1) / kRows;
+  const int64_t of_heads = static_cast<int64_t>(t) * heads + head0;
+  // A chunk's sums and statistics; each part has its own of these.
+  const auto sums_of = [&](int h, int of) {
+    return p.sums + ((of_heads + h) * p.chunks + of) * kMostColumns + part * kPartColumns;
+  };
+  const auto stats_of = [&](int h, int of) { return p.stats + ((of_heads + h) * p.chunks + of) * kParts + part; };
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int h = g + 8 * r;
+    if (h >= n_heads) continue;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      __stcg(reinterpret_cast<float2*>(sums_of(h, chunk) + warp * 16 + 8 * i + 2 * c),
+             make_float2(sum[i][2 * r], sum[i][2 * r + 1]));
+  }
+  if (static_cast<int>(threadIdx.x) < n_heads) *stats_of(threadIdx.x, chunk) = stats[threadIdx.x];
+  int* const counter = arrived + static_cast<int64_t>(blockIdx.z) * kParts + part;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    turn_of = atomicAdd(counter, 1);
+    if (turn_of == chunks - 1) *counter = 0;  // for the next launch
+    __threadfence();
+  }
+  __syncthreads();
+  if (turn_of != chunks - 1) return;
+#pragma unroll
+  for (int r = 0; r < kHeads / kPartWarps; ++r) {
+    const int h = warp + r * kPartWarps;
+    if (h >= n_heads) continue;
+    Softmax all = start_of(sinks, head0 + h);
+    float v[4] = {0, 0, 0, 0};
+#pragma unroll 4
+    for (int of = 0; of < chunks; ++of) {
+      const float2 s = __ldcg(reinterpret_cast<const float2*>(stats_of(h, of)));
+      const float4 w = __ldcg(reinterpret_cast<const float4*>(sums_of(h, of)) + lane);
+      join_sums(all, {s.x, s.y}, w, v);
+    }
+    finish_head(all, v, t, head0 + h, part * kPartColumns + 4 * lane, kMostColumns, turn, out, out_stride, codes);
+  }
+#endif
+}
+
+}  // namespace
+}  // namespace ds4::cuda
