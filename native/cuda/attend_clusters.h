@@ -212,20 +212,14 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
 #pragma unroll
     for (int i = 0; i < kHalfHeads / kHalfWarps; ++i) {
       const int h = i * kHalfWarps + warp;
-      float v[2];
+      float score[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const int j = lane + 32 * k, at = j ^ h % 8 * 8;
-        const float sum = m.score[h][at] + m.other[chunk % 2][h][at];
-        v[k] = j < n ? sum * scale : -INFINITY;
+        const int at = lane + 32 * k ^ h % 8 * 8;
+        score[k] = m.score[h][at] + m.other[chunk % 2][h][at];
       }
-      const float largest = warp_max(fmaxf(v[0], v[1]));
-#pragma unroll
-      for (int k = 0; k < 2; ++k) v[k] = lane + 32 * k < n ? expf(v[k] - largest) : 0.0f;
-      const float sum = warp_sum(v[0] + v[1]);
-#pragma unroll
-      for (int k = 0; k < 2; ++k) store_weight(weight_high, weight_low, h, lane + 32 * k, v[k]);
-      if (lane == 0) join(running[h], {largest, sum}, factor[0][h], factor[1][h]);
+      const Softmax found = weigh_head(weight_high, weight_low, h, n, score, scale);
+      if (lane == 0) join(running[h], found, factor[0][h], factor[1][h]);
     }
     __syncthreads();
     {
@@ -250,16 +244,7 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
           uint32_t up[4], down[4];
           load_matrices(down, weight_low.at(tile * kHeads + lane % 16, 2 * step + lane / 16));
           load_matrices(up, weight_high.at(tile * kHeads + lane % 16, 2 * step + lane / 16));
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            multiply_halves(sum[tile][i], down, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
-          if (both)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              multiply_halves(sum[tile][i], up, rest[i / 2][i % 2 * 2], rest[i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            multiply_halves(sum[tile][i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+          add_weighted(sum[tile], up, down, high, rest, both);
         }
       }
 #pragma unroll
@@ -437,20 +422,14 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 3)
 #pragma unroll
   for (int i = 0; i < kHeads / kPartWarps; ++i) {
     const int h = i * kPartWarps + warp;
-    float e[2];
+    float score[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const int j = lane + 32 * k, at = j ^ h % 8 * 8;
-      const float sum = (m.score[0][h][at] + m.score[1][h][at]) + (m.score[2][h][at] + m.score[3][h][at]);
-      e[k] = j < n ? sum * scale : -INFINITY;
+      const int at = lane + 32 * k ^ h % 8 * 8;
+      score[k] = (m.score[0][h][at] + m.score[1][h][at]) + (m.score[2][h][at] + m.score[3][h][at]);
     }
-    const float largest = warp_max(fmaxf(e[0], e[1]));
-#pragma unroll
-    for (int k = 0; k < 2; ++k) e[k] = lane + 32 * k < n ? expf(e[k] - largest) : 0.0f;
-    const float sum = warp_sum(e[0] + e[1]);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) store_weight(weight_high, weight_low, h, lane + 32 * k, e[k]);
-    if (lane == 0) stats[h] = {largest, sum};
+    const Softmax found = weigh_head(weight_high, weight_low, h, n, score, scale);
+    if (lane == 0) stats[h] = found;
   }
   __syncthreads();
   float sum[2][4];
@@ -463,18 +442,12 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 3)
 #pragma unroll
     for (int step = 0; step < kRows / 16; ++step) {
       if (step * 16 >= filled) break;
-      uint32_t high[4], rest[4], up[4], down[4];
-      load_turned(high, latent.high.at(step * 16 + lane % 16, column0 / 8 + lane / 16));
-      if (both) load_turned(rest, latent.low.at(step * 16 + lane % 16, column0 / 8 + lane / 16));
+      uint32_t high[1][4], rest[1][4], up[4], down[4];
+      load_turned(high[0], latent.high.at(step * 16 + lane % 16, column0 / 8 + lane / 16));
+      if (both) load_turned(rest[0], latent.low.at(step * 16 + lane % 16, column0 / 8 + lane / 16));
       load_matrices(down, weight_low.at(lane % 16, 2 * step + lane / 16));
       load_matrices(up, weight_high.at(lane % 16, 2 * step + lane / 16));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) multiply_halves(sum[i], down, high[2 * i], high[2 * i + 1]);
-      if (both)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) multiply_halves(sum[i], up, rest[2 * i], rest[2 * i + 1]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) multiply_halves(sum[i], up, high[2 * i], high[2 * i + 1]);
+      add_weighted(sum, up, down, high, rest, both);
     }
   }
   const int chunks = (total + kRows - 1) / kRows;

@@ -184,6 +184,38 @@ __device__ __forceinline__ void store_weight(const HalfRows& high_rows, const Ha
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(low_rows.at(h, j / 8) + in), "h"(__half_as_ushort(rest)) : "memory");
 }
 
+// A warp has the scores of a head in a chunk of n rows, each lane those of rows `lane` and `lane` + 32, and leaves
+// their exponentials as probabilities.
+__device__ __forceinline__ Softmax weigh_head(const HalfRows& high_rows, const HalfRows& low_rows, int h, int n,
+                                              const float (&score)[2], float scale) {
+  const int lane = threadIdx.x % 32;
+  float v[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) v[k] = lane + 32 * k < n ? score[k] * scale : -INFINITY;
+  const float largest = warp_max(fmaxf(v[0], v[1]));
+#pragma unroll
+  for (int k = 0; k < 2; ++k) v[k] = lane + 32 * k < n ? expf(v[k] - largest) : 0.0f;
+  const float sum = warp_sum(v[0] + v[1]);
+#pragma unroll
+  for (int k = 0; k < 2; ++k) store_weight(high_rows, low_rows, h, lane + 32 * k, v[k]);
+  return {largest, sum};
+}
+
+// Sixteen rows' probabilities for sixteen heads, `up` and their low parts `down`, times the rows: `high` and, with
+// `both`, their low parts `rest`; 8 N columns.
+template <int N>
+__device__ __forceinline__ void add_weighted(float (&sum)[N][4], const uint32_t (&up)[4], const uint32_t (&down)[4],
+                                             const uint32_t (&high)[N / 2][4], const uint32_t (&rest)[N / 2][4],
+                                             bool both) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) multiply_halves(sum[i], down, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+  if (both)
+#pragma unroll
+    for (int i = 0; i < N; ++i) multiply_halves(sum[i], up, rest[i / 2][i % 2 * 2], rest[i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+  for (int i = 0; i < N; ++i) multiply_halves(sum[i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+}
+
 // Joins a chunk's sums of four columns, `v`, to `sum`.
 __device__ __forceinline__ void join_sums(Softmax& all, Softmax chunk, float4 v, float (&sum)[4]) {
   float before, added;

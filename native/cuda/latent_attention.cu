@@ -165,28 +165,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       const int h = i * kWarps + warp;
-      float v[2];
+      float score_of[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const int j = lane + 32 * k, at = j ^ h % 8 * 8;
-        const float sum = (scores(h, 0)[at] + scores(h, 1)[at]) + (scores(h, 2)[at] + scores(h, 3)[at]);
-        v[k] = j < n ? sum * scale : -INFINITY;
+        const int at = lane + 32 * k ^ h % 8 * 8;
+        score_of[k] = (scores(h, 0)[at] + scores(h, 1)[at]) + (scores(h, 2)[at] + scores(h, 3)[at]);
       }
-      const float largest = warp_max(fmaxf(v[0], v[1]));
-#pragma unroll
-      for (int k = 0; k < 2; ++k) v[k] = lane + 32 * k < n ? expf(v[k] - largest) : 0.0f;
-      const float sum = warp_sum(v[0] + v[1]);
       __syncwarp();
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int j = lane + 32 * k;
-        store_weight(weight_high, weight_low, h, j, v[k]);
-      }
+      const Softmax found = weigh_head(weight_high, weight_low, h, n, score_of, scale);
       if (lane == 0) {
         if constexpr (kWhole)
-          join(running[h], {largest, sum}, factor[0][h], factor[1][h]);
+          join(running[h], found, factor[0][h], factor[1][h]);
         else if (h < n_heads)
-          p.stats[(static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk] = {largest, sum};
+          p.stats[(static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk] = found;
       }
     }
     __syncthreads();
@@ -215,16 +206,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           uint32_t up[4], down[4];
           load_matrices(down, (a_high ^ 32 * step) + tile * kTileBytes + kToLow);
           load_matrices(up, (a_high ^ 32 * step) + tile * kTileBytes);
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            multiply_halves(sum[tile][i], down, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
-          if (both)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              multiply_halves(sum[tile][i], up, rest[i / 2][i % 2 * 2], rest[i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            multiply_halves(sum[tile][i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+          add_weighted(sum[tile], up, down, high, rest, both);
         }
       }
 #pragma unroll
