@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <string>
-#include <type_traits>
 
 #include "cuda/async_copies.h"
 #include "cuda/device_math.h"
@@ -130,7 +129,7 @@ struct Eight<__nv_bfloat16> {
 // ---- matrices, on the matrix units
 //
 // Order of additions for every T: a block of 32 columns by the units (matrix_math.h), blocks in order within a chain of
-// 256 columns, chains in order. F16 in whole blocks of columns: linear_halves.h.
+// 256 columns, chains in order.
 constexpr int kThreads = 512;
 constexpr int kFloatWarps = kThreads / 32;
 constexpr int kChainBlocks = 8;
@@ -449,14 +448,10 @@ void launch_floats(cudaStream_t stream, const Segment& w, const float* x, int64_
 template <class T>
 void launch(const Device& device, const Segment& w, const float* x, int64_t x_stride, const LinearArgs& args) {
   if (args.n_items || args.epilogue == Epilogue::SwiGLU || args.epilogue == Epilogue::Clamped)
-    return launch_floats<T>(device.stream(), w, x, x_stride, args);
-  if constexpr (std::is_same_v<T, __half>) {
-    require(args.cols % 32 != 0, "a product for linear_halves");
-    launch_matrix<T, true>(device, w, x, x_stride, args);
-  } else {
+    launch_floats<T>(device.stream(), w, x, x_stride, args);
+  else
     args.cols % 32 ? launch_matrix<T, true>(device, w, x, x_stride, args)
                    : launch_matrix<T, false>(device, w, x, x_stride, args);
-  }
 }
 
 }  // namespace
