@@ -5,6 +5,7 @@
 #include "cuda/context.h"
 #include "cuda/device_math.h"
 #include "cuda/latent.h"
+#include "cuda/linear_halves.h"
 #include "cuda/moe.h"
 
 namespace ds4::cuda {
@@ -159,6 +160,7 @@ void Context::linear(const CudaWeight& w, Tensor x, const float* gain, float eps
   const bool any_floats = std::any_of(w.segments.begin(), w.segments.end(), [](const Segment& s) { return s.stride; });
   Activations q{};
   Tensor f;
+  HalfActivations halves;
   if (any_blocks) q = quantized(x, gain, eps, x.n > kFewRows);
   if (any_floats) f = floats(x, gain, eps);
   const float* bias = args.bias;
@@ -172,10 +174,18 @@ void Context::linear(const CudaWeight& w, Tensor x, const float* gain, float eps
     args.y = y.data + (halved ? s.first_row / 2 : s.first_row);
     args.y_stride = y.stride;
     args.bias = bias ? bias + s.first_row : nullptr;
-    if (s.stride)
+    if (s.stride && halves_do(s, args)) {
+      if (x.n > kMostUnsplit && !halves.parts) {
+        halves = {workspace.get<uint4>(Workspace::HalfParts, half_parts(f)),
+                  workspace.get<float>(Workspace::HalfScales, half_scales(f)), f.dim / 32};
+        split_rows(device, f, halves);
+      }
+      linear_halves(device, s, f, halves, args);
+    } else if (s.stride) {
       linear_floats(device, s, f.data, f.stride, args);
-    else
+    } else {
       linear_blocks(device, s, q, args);
+    }
   }
 }
 

@@ -129,7 +129,7 @@ struct Eight<__nv_bfloat16> {
 // ---- matrices, on the matrix units
 //
 // Order of additions for every T: a block of 32 columns by the units (matrix_math.h), blocks in order within a chain of
-// 256 columns, chains in order.
+// 256 columns, chains in order. Tall matrices of F16: linear_halves.h.
 constexpr int kThreads = 512;
 constexpr int kFloatWarps = kThreads / 32;
 constexpr int kChainBlocks = 8;

@@ -1,5 +1,6 @@
 // Products of f32 on the matrix units. On TF32 (mma.m16n8k8), which has ten mantissa bits, a value is the sum of two
-// such parts, exact to 22 bits; products of two low parts are left out. On halves (mma.m16n8k16) likewise.
+// such parts, exact to 22 bits; products of two low parts are left out. On halves (mma.m16n8k16) likewise, where the
+// other operand is a half itself.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -45,6 +46,41 @@ __device__ __forceinline__ void multiply_halves(float (&c)[4], const uint32_t (&
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Eight neighbouring columns of a row in each of four neighbouring lanes: 32 columns as sums of two halves, times a
+// power of two that brings the largest of the 32 to 2^14 .. 2^15. Returns its inverse.
+__device__ __forceinline__ float split_halves(const float (&x)[8], uint32_t (&high)[4], uint32_t (&low)[4]) {
+  float largest = 0.0f;
+#pragma unroll
+  for (const float v : x) largest = fmaxf(largest, fabsf(v));
+  largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+  const uint32_t exponent = max(__float_as_uint(largest) >> 23, 20u);
+  const float up = __uint_as_float((268u - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float a = x[2 * i] * up, b = x[2 * i + 1] * up;
+    const __half2 h = __floats2half2_rn(a, b);
+    const float2 f = __half22float2(h);
+    const __half2 l = __floats2half2_rn(a - f.x, b - f.y);
+    high[i] = *reinterpret_cast<const uint32_t*>(&h);
+    low[i] = *reinterpret_cast<const uint32_t*>(&l);
+  }
+  return __uint_as_float((exponent - 14u) << 23);
+}
+
+// A block of 32 columns, apart from everything before: lane 4g + t has columns 8t .. 8t + 7 of rows g and g + 8 of W
+// and of token g of x. The units' k = 2t, 2t + 1, 2t + 8, 2t + 9 are columns 8t .. 8t + 3, then 8t + 4 .. 8t + 7.
+__device__ __forceinline__ void multiply_block(float (&c)[4], const uint4& w0, const uint4& w8,
+                                               const uint32_t (&high)[4], const uint32_t (&low)[4]) {
+  const uint32_t first[4] = {w0.x, w8.x, w0.y, w8.y}, second[4] = {w0.z, w8.z, w0.w, w8.w};
+#pragma unroll
+  for (float& v : c) v = 0.0f;
+  multiply_halves(c, first, low[0], low[1]);
+  multiply_halves(c, second, low[2], low[3]);
+  multiply_halves(c, first, high[0], high[1]);
+  multiply_halves(c, second, high[2], high[3]);
 }
 
 }  // namespace ds4::cuda

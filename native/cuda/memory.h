@@ -171,6 +171,8 @@ class Workspace {
     Plan,
     Pooled,
     RowSums,
+    HalfParts,
+    HalfScales,
     Arrived,     // counters: zeros at first, and again after each kernel that counts
     KeptQuants,  // three of each, see Context::Kept
     KeptScales = KeptQuants + 3,
