@@ -13,6 +13,10 @@ namespace {
 constexpr int kKeyLane = 0;  // the token's own key row; the indexer's queries
 constexpr int kRowLane = 1;  // compressed rows; the shared expert
 
+// Steps of up to so many rows read every matrix once: products follow each other, each at the memory's whole rate, and
+// what is small runs beside the largest of them.
+constexpr size_t kInOrder = 32;
+
 }  // namespace
 
 Shape read_shape(HyperParams& p) {
@@ -294,6 +298,10 @@ void Layers::high_queries(const LayerWeights& w, const Tensor& rope, Activations
 
 void Layers::keys(const LayerWeights& w, const Tensor& x, const Tensor& rope, Tensor kv) {
   ops_->linear(*w.kv, x, nullptr, nullptr, kv);  // [T, D], key and value
+  finish_keys(w, rope, kv);
+}
+
+void Layers::finish_keys(const LayerWeights& w, const Tensor& rope, Tensor kv) {
   latent_->key_row(*ops_, kv, norm(w.kv_norm), rope, shape_.rounding ? RowRounding::Fp8 : RowRounding::None);
 }
 
@@ -318,10 +326,22 @@ void Layers::attention_out(const LayerWeights& w, Activations& a) {
 void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
                        Activations& a) {
   const Tensor rope = ratio == 0 ? a.rope : a.rope_far;
-  ops_->beside(kKeyLane, [&] { keys(w, a.x, rope, a.kv); });
   // A token sees the row that it closes, so rows are compressed first.
-  if (ratio != 0) ops_->beside(kRowLane, [&] { compress(w, at, ratio, rows, a); });
-  low_queries(w, a);
+  if (rows.size() <= kInOrder) {
+    if (ratio != 0) compressor(w, ratio, a);
+    ops_->linear(*w.kv, a.x, nullptr, nullptr, a.kv);
+    low_queries(w, a);
+    ops_->beside(kKeyLane, [&] { finish_keys(w, rope, a.kv); });
+    if (ratio != 0) ops_->beside(kRowLane, [&] { compress(w, at, ratio, rows, a); });
+  } else {
+    ops_->beside(kKeyLane, [&] { keys(w, a.x, rope, a.kv); });
+    if (ratio != 0)
+      ops_->beside(kRowLane, [&] {
+        compressor(w, ratio, a);
+        compress(w, at, ratio, rows, a);
+      });
+    low_queries(w, a);
+  }
   const bool selected = ratio == 4 && chooses(rows);
   if (selected) ops_->beside(kKeyLane, [&] { index_queries(w, rope, a); });
   high_queries(w, rope, a);
@@ -335,13 +355,16 @@ void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t rati
   attention_out(w, a);
 }
 
+void Layers::compressor(const LayerWeights& w, int64_t ratio, Activations& a) {
+  ops_->linear(*w.compressor, a.x, nullptr, nullptr,
+               a.compressor.columns(0, own_columns(ratio) + index_columns(ratio)));
+}
+
 void Layers::compress(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
                       Activations& a) {
   const Shape& s = shape_;
-  const int64_t own = 2 * s.lanes(ratio) * s.head_dim, index = ratio == 4 ? 4 * s.index_dim : 0;
-  const Tensor kg = a.compressor.columns(0, own);
-  ops_->linear(*w.compressor, a.x, nullptr, nullptr, a.compressor.columns(0, own + index));
-  latent_->compress(kg, rows,
+  const int64_t own = own_columns(ratio);
+  latent_->compress(a.compressor.columns(0, own), rows,
                     {.ring = at.ring,
                      .rows = at.rows,
                      .bias = w.compressor_bias.get(),
@@ -352,7 +375,7 @@ void Layers::compress(const LayerWeights& w, const LayerState& at, int64_t ratio
                      .eps = s.norm_eps,
                      .rounding = s.rounding ? RowRounding::Fp8 : RowRounding::None});
   if (ratio != 4) return;
-  latent_->compress(a.compressor.columns(own, index), rows,
+  latent_->compress(a.compressor.columns(own, index_columns(ratio)), rows,
                     {.ring = at.index_ring,
                      .rows = at.index_rows,
                      .bias = w.index_bias.get(),

@@ -147,6 +147,11 @@ class Layers {
   void check_table(const MatrixView& table, const std::string& name) const;
   std::unique_ptr<Weight> keep(std::unique_ptr<Weight> w);
   std::unique_ptr<Weight> stack(const std::vector<MatrixView>& parts, WeightUse use = WeightUse::Linear);
+  void finish_keys(const LayerWeights& w, const Tensor& rope, Tensor kv);
+  // Columns of a.compressor: keys and gates of compressed rows, and of the indexer's.
+  int64_t own_columns(int64_t ratio) const { return 2 * shape_.lanes(ratio) * shape_.head_dim; }
+  int64_t index_columns(int64_t ratio) const { return ratio == 4 ? 4 * shape_.index_dim : 0; }
+  void compressor(const LayerWeights& w, int64_t ratio, Activations& a);  // a.compressor of a.x
   void compress(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
                 Activations& a);
   void low_queries(const LayerWeights& w, Activations& a);                       // a.q_low of a.x
