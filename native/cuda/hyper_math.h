@@ -59,6 +59,7 @@ __device__ inline void sinkhorn(float* m, int n, int iterations, float eps) {
       rows(eps);
       columns();
     }
+    __syncwarp();  // every lane has read m
     if (lane == 0)
 #pragma unroll
       for (int i = 0; i < 4; ++i) reinterpret_cast<float4*>(m)[i] = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
