@@ -295,6 +295,7 @@ def _read_keys(file: Path) -> tuple[str, ...]:
 
 
 async def _serve(config: ServerConfig) -> None:
+    from ds4.server import process
     from ds4.server.bind import check_address
 
     check_address(config.host, config.port)
@@ -305,16 +306,20 @@ async def _serve(config: ServerConfig) -> None:
     with work_bar("loading weights") as bar:
         from ds4.engine.engine import Engine
 
+        def opened() -> Engine:
+            # The backend's threads are made here.
+            process.compute()
+            return Engine.open(config.engine, bar)
+
         # At once, where a coroutine would wait for this one. The weights leave the interpreter to the imports below.
-        opening = asyncio.get_running_loop().run_in_executor(None, Engine.open, config.engine, bar)
+        opening = asyncio.get_running_loop().run_in_executor(None, opened)
         from ds4.server.app import App
-        from ds4.server.process import settle
 
         engine = await opening
     try:
         app = App(engine, config)
         await app.start()
-        settle()
+        process.settle()
         app.handle_signals()
         for line in app.startup_lines():
             log.info("%s", line)

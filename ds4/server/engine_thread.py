@@ -6,6 +6,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from ds4.server.process import compute
+
 if TYPE_CHECKING:
     from ds4.engine.types import EngineLike
     from ds4.server.scheduler import Scheduler
@@ -40,6 +42,7 @@ class EngineThread:
         return self._thread.is_alive()
 
     def _run(self) -> None:
+        compute()
         scheduler = self._scheduler
         while not scheduler.stopped:
             try:

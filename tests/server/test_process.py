@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds4.server import process
+from tests.support.server_process import ServerProcess
 
 PROGRAM = """
 import ctypes, gc, platform, resource, threading
@@ -74,6 +75,23 @@ def test_the_event_loop_takes_short_turns_and_no_thread_inherits_them() -> None:
     before, loop, after = map(int, done.stdout.split())
     assert loop == process.LOOP_SLICE_NS < before
     assert after == before
+
+
+@pytest.mark.skipif(not scheduler_takes_slices(), reason="time slices of threads came with Linux 6.12")
+def test_what_computes_takes_long_turns_in_a_running_server() -> None:
+    """So does the backend's second thread; the loop, which the process began with, takes short ones."""
+    server = ServerProcess("--threads", "2", "--ctx", "64")
+    try:
+        slices = []
+        for thread in Path(f"/proc/{server.process.pid}/task").iterdir():
+            found = re.search(r"^se\.slice +: +(\d+)$", (thread / "sched").read_text(), re.MULTILINE)
+            assert found is not None
+            slices.append((int(thread.name) == server.process.pid, int(found[1])))
+    finally:
+        server.stop()
+    assert [ns for first, ns in slices if first] == [process.LOOP_SLICE_NS]
+    # The thread that opens the engine, the backend's, and the one that steps.
+    assert [ns for first, ns in slices if not first].count(process.COMPUTE_SLICE_NS) >= 3, slices
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt(3) is glibc's")
