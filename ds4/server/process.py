@@ -24,9 +24,9 @@ COMPUTE_SLICE_NS = 10_000_000
 def settle() -> None:
     """Called on the event loop's thread once the server listens: what lives now lives as long as the process."""
     keep_memory()
-    # The cores are full of threads that compute; a loop that wakes for a token would wait for the end of their turns, and
-    # the client with it: the longest 1 % of the times between tokens of sixteen streams were 7 % shorter so, on two
-    # cores. Threads that it makes have turns as usual.
+    # The cores are full of threads that compute; a loop that wakes for a token would wait for the end of their turns,
+    # and the client with it: the longest 1 % of the times between tokens of sixteen streams were 7 % shorter so, on
+    # two cores. Threads that it makes have turns as usual.
     _take_turns(LOOP_SLICE_NS, _SCHED_RESET_ON_FORK)
     # Vocabulary and tables would be walked by every full collection. Collecting first would take a tenth of the start.
     gc.freeze()
