@@ -15,10 +15,10 @@ namespace {
 #define DS4_HALVES
 #endif
 
-// Many rows whose low parts are zeros but in the last kLowColumns of 512 columns: a cluster of two blocks of threads
-// has all chunks of a row for 32 heads, each half of the columns, and so little shared memory that two blocks fit a
-// multiprocessor: one computes while the other waits for rows. Bytes: 64 rows of 256 floats a chunk, from the cache;
-// operations 4 * 64 * 256 a head. Order of all sums as in attend_latent.
+// Rows whose low parts are zeros but in the last kLowColumns of 512 columns: a cluster of two blocks of threads has all
+// chunks of a row (kWhole) or one of them for 32 heads, each half of the columns, and so little shared memory that two
+// blocks fit a multiprocessor: one computes while the other waits for rows. Bytes: 64 rows of 256 floats a chunk, from
+// the cache; operations 4 * 64 * 256 a head. Order of all sums as in attend_latent.
 constexpr int kHalfThreads = 256;
 constexpr int kHalfWarps = kHalfThreads / 32;
 constexpr int kHalfHeads = 2 * kHeads;
@@ -42,12 +42,12 @@ struct HalfMemory {
   float other[2][kHalfHeads][kRows];  // of the other half; chunks take turns
 };
 
+template <bool kWhole>
 __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
     attend_half(const float* q, int64_t q_stride, HeadNorm norm, const DeviceRow* rows, RowSource source,
-                const float* sinks, int heads, float scale, Turn turn, float* out, int64_t out_stride,
+                const float* sinks, int heads, float scale, LatentParts p, Turn turn, float* out, int64_t out_stride,
                 Activations codes) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  begin_kernel();
   extern __shared__ __align__(128) uint8_t half_memory[];
   HalfMemory& m = *reinterpret_cast<HalfMemory*>(half_memory);
   __shared__ Softmax running[kHalfHeads];
@@ -55,25 +55,59 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
   __shared__ float squares[kParts][kHalfHeads];
   __shared__ uint64_t arrivals[3];  // of chunks' scores, which take turns; of squares
   const uint32_t arrival = shared_address(arrivals);
+  // Rows with the longest lists first; of chunks the last, which are not whole, behind the others.
+  const int groups = (heads + kHalfHeads - 1) / kHalfHeads, half = static_cast<int>(blockIdx.x),
+            head0 = static_cast<int>(blockIdx.y) % groups * kHalfHeads, n_heads = min(kHalfHeads, heads - head0),
+            t = static_cast<int>(kWhole ? gridDim.z - 1 - blockIdx.z : blockIdx.y / groups),
+            first_chunk = kWhole ? 0 : static_cast<int>(blockIdx.z);
+  const RowSource::Place row = source.place(rows[t]);
+  const int total = source.list.total(row.position);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3; ++i) init_barrier(arrival + 8 * i);
     fence_barriers();
   }
+  begin_kernel();
+  if (!kWhole && first_chunk * kRows >= total) return;
   __syncthreads();
   cluster_started();
-  // Rows with the longest lists first.
-  const int half = static_cast<int>(blockIdx.x), t = static_cast<int>(gridDim.z - 1 - blockIdx.z),
-            head0 = static_cast<int>(blockIdx.y) * kHalfHeads, n_heads = min(kHalfHeads, heads - head0);
-  const DeviceRow row = rows[t];
-  const int total = source.list.total(row.position);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const SplitRows query{{shared_address(m.query[0]), kHalfColumns}, {shared_address(m.query[1]), kHalfColumns}};
   const HalfRows latent{shared_address(m.rows), kHalfColumns}, latent_low{shared_address(m.low_rows), kLowColumns},
       weight_high{shared_address(m.weight[0]), kRows}, weight_low{shared_address(m.weight[1]), kRows};
   const uint32_t peer_other = address_in(shared_address(m.other), half ^ 1),
                  peer_arrival = address_in(arrival, half ^ 1);
+  // A warp has eight rows of a chunk, a lane finds one of them, while the chunk before is multiplied.
+  constexpr int kEach = kRows / kHalfWarps, kAhead = 4;  // on their way at a time
+  const int own_row = warp + lane % kEach * kHalfWarps;
+  const float* own = source.entry(row, t, min(first_chunk * kRows + own_row, total - 1)) + half * kHalfColumns;
+  float4 ahead[kAhead][2];
+  const auto load_rows = [&](int first, int n) {
+#pragma unroll
+    for (int r = 0; r < kAhead; ++r) {
+      const auto at =
+          reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), first + r));
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        ahead[r][i] = warp + (first + r) * kHalfWarps < n ? __ldcg(at + i * 32 + lane) : make_float4(0, 0, 0, 0);
+    }
+  };
+  const auto store_rows = [&](int first) {
+#pragma unroll
+    for (int r = 0; r < kAhead; ++r) {
+      const int of = warp + (first + r) * kHalfWarps;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t to = latent.at(of, (i * 32 + lane) / 2) + lane % 2 * 8;
+        if (i == 1 && lane >= 16 && half == 1)
+          SplitRows{latent, latent_low}.store(to, latent_low.at(of, (lane - 16) / 2) + lane % 2 * 8, ahead[r][i]);
+        else
+          store_halves(to, ahead[r][i]);
+      }
+    }
+  };
+  static_assert(kEach == 2 * kAhead);
   {
-    constexpr int kEach = kHalfHeads / kHalfWarps;
+    constexpr int kEach = kHalfHeads / kHalfWarps;  // heads of a warp
     float4 v[kEach][2];
 #pragma unroll
     for (int r = 0; r < kEach; ++r)
@@ -87,6 +121,8 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
                                                      half * kHalfColumns) +
                      i * 32 + lane);
       }
+    // Rows come while the heads' norms do, where they are few.
+    if constexpr (!kWhole) load_rows(0, total - first_chunk * kRows);
     wait_cluster();
     if (norm.turn.table) {
       if (threadIdx.x == 0) expect_bytes(arrival + 16, static_cast<int>(sizeof(squares)));
@@ -99,6 +135,12 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
             store_in(address_in(shared_address(&squares[2 * half + i][warp + r * kHalfWarps]), lane), sum,
                      address_in(arrival + 16, lane));
         }
+    }
+    if constexpr (!kWhole) {
+      store_rows(0);
+      load_rows(kAhead, total - first_chunk * kRows);
+    }
+    if (norm.turn.table) {
       wait_for(arrival + 16, 0);
 #pragma unroll
       for (int r = 0; r < kEach; ++r) {
@@ -112,46 +154,24 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
     for (int r = 0; r < kEach; ++r)
 #pragma unroll
       for (int i = 0; i < 2; ++i) query.store(warp + r * kHalfWarps, i * 32 + lane, v[r][i]);
+    if constexpr (!kWhole) store_rows(kAhead);
   }
-  if (threadIdx.x < kHalfHeads)
+  if (kWhole && threadIdx.x < kHalfHeads)
     running[threadIdx.x] = start_of(sinks, head0 + min(static_cast<int>(threadIdx.x), n_heads - 1));
   float all[2][4][4];
 #pragma unroll
   for (int i = 0; i < 32; ++i) all[i / 16][i / 4 % 4][i % 4] = 0.0f;
-  const int chunks = (total + kRows - 1) / kRows;
-  // A warp has eight rows of a chunk, a lane finds one of them, while the chunk before is multiplied.
-  constexpr int kEach = kRows / kHalfWarps, kAhead = 4;  // on their way at a time
-  const int own_row = warp + lane % kEach * kHalfWarps;
-  const float* own = source.entry(row, t, min(own_row, total - 1)) + half * kHalfColumns;
-  for (int chunk = 0; chunk < chunks; ++chunk) {
+  const int end = kWhole ? (total + kRows - 1) / kRows : first_chunk + 1;
+  for (int chunk = first_chunk; chunk < end; ++chunk) {
     const int begin = chunk * kRows, n = min(kRows, total - begin), filled = (n + 15) / 16 * 16;
-    {
+    const int turns = chunk - first_chunk;
+    if constexpr (kWhole)
 #pragma unroll
       for (int first = 0; first < kEach; first += kAhead) {
-        float4 v[kAhead][2];
-#pragma unroll
-        for (int r = 0; r < kAhead; ++r) {
-          const auto at =
-              reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), first + r));
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            v[r][i] = warp + (first + r) * kHalfWarps < n ? __ldcg(at + i * 32 + lane) : make_float4(0, 0, 0, 0);
-        }
-#pragma unroll
-        for (int r = 0; r < kAhead; ++r) {
-          const int of = warp + (first + r) * kHalfWarps;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const uint32_t to = latent.at(of, (i * 32 + lane) / 2) + lane % 2 * 8;
-            if (i == 1 && lane >= 16 && half == 1)
-              SplitRows{latent, latent_low}.store(to, latent_low.at(of, (lane - 16) / 2) + lane % 2 * 8, v[r][i]);
-            else
-              store_halves(to, v[r][i]);
-          }
-        }
+        load_rows(first, n);
+        store_rows(first);
       }
-    }
-    if (chunk + 1 < chunks) own = source.entry(row, t, min(begin + kRows + own_row, total - 1)) + half * kHalfColumns;
+    if (chunk + 1 < end) own = source.entry(row, t, min(begin + kRows + own_row, total - 1)) + half * kHalfColumns;
     __syncthreads();
     {
       // Scores: a warp has a quarter of the columns for 16 heads and 32 rows.
@@ -203,12 +223,12 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
       float4& mine = reinterpret_cast<float4*>(&m.score[0][0])[at];
       const float4 a = mine, b = reinterpret_cast<const float4*>(&m.second[0][0])[at];
       mine = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-      store_in(peer_other + static_cast<uint32_t>(chunk % 2 * static_cast<int>(sizeof(m.other[0])) + at * 16), mine,
-               peer_arrival + chunk % 2 * 8);
+      store_in(peer_other + static_cast<uint32_t>(turns % 2 * static_cast<int>(sizeof(m.other[0])) + at * 16), mine,
+               peer_arrival + turns % 2 * 8);
     }
-    if (threadIdx.x == 0) expect_bytes(arrival + chunk % 2 * 8, static_cast<int>(sizeof(m.other[0])));
+    if (threadIdx.x == 0) expect_bytes(arrival + turns % 2 * 8, static_cast<int>(sizeof(m.other[0])));
     __syncthreads();
-    wait_for(arrival + chunk % 2 * 8, static_cast<uint32_t>(chunk / 2 % 2));
+    wait_for(arrival + turns % 2 * 8, static_cast<uint32_t>(turns / 2 % 2));
 #pragma unroll
     for (int i = 0; i < kHalfHeads / kHalfWarps; ++i) {
       const int h = i * kHalfWarps + warp;
@@ -216,10 +236,15 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int at = lane + 32 * k ^ h % 8 * 8;
-        score[k] = m.score[h][at] + m.other[chunk % 2][h][at];
+        score[k] = m.score[h][at] + m.other[turns % 2][h][at];
       }
       const Softmax found = weigh_head(weight_high, weight_low, h, n, score, scale);
-      if (lane == 0) join(running[h], found, factor[0][h], factor[1][h]);
+      if (lane == 0) {
+        if constexpr (kWhole)
+          join(running[h], found, factor[0][h], factor[1][h]);
+        else if (half == 0 && h < n_heads)
+          p.stats[(static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk] = found;
+      }
     }
     __syncthreads();
     {
@@ -252,37 +277,49 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int h = tile * kHeads + g + 8 * r;
-          const float before = factor[0][h], added = factor[1][h];
+          if constexpr (kWhole) {
+            const float before = factor[0][h], added = factor[1][h];
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < 4; ++i)
 #pragma unroll
-            for (int k = 2 * r; k < 2 * r + 2; ++k)
-              all[tile][i][k] = fmaf(all[tile][i][k], before, sum[tile][i][k] * added);
+              for (int k = 2 * r; k < 2 * r + 2; ++k)
+                all[tile][i][k] = fmaf(all[tile][i][k], before, sum[tile][i][k] * added);
+          } else if (h < n_heads) {
+            float* const to = p.sums +
+                              ((static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk) * kMostColumns +
+                              half * kHalfColumns + warp * 32 + 2 * c;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              *reinterpret_cast<float2*>(to + 8 * i) = make_float2(sum[tile][i][2 * r], sum[tile][i][2 * r + 1]);
+          }
         }
     }
-    __syncthreads();
+    if constexpr (kWhole) __syncthreads();
   }
+  if constexpr (kWhole) {
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile)
+    for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int h = tile * kHeads + g + 8 * r;
-      if (h >= n_heads) continue;
-      const float inverse = 1.0f / running[h].total;
+      for (int r = 0; r < 2; ++r) {
+        const int h = tile * kHeads + g + 8 * r;
+        if (h >= n_heads) continue;
+        const float inverse = 1.0f / running[h].total;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = warp * 32 + 8 * i + 2 * c;
-        float v[2] = {all[tile][i][2 * r] * inverse, all[tile][i][2 * r + 1] * inverse};
-        turn.apply<true>(v, t, half * kHalfColumns + column, kMostColumns);
-        *reinterpret_cast<float2*>(&m.result[h][column]) = make_float2(v[0], v[1]);
+        for (int i = 0; i < 4; ++i) {
+          const int column = warp * 32 + 8 * i + 2 * c;
+          float v[2] = {all[tile][i][2 * r] * inverse, all[tile][i][2 * r + 1] * inverse};
+          turn.apply<true>(v, t, half * kHalfColumns + column, kMostColumns);
+          *reinterpret_cast<float2*>(&m.result[h][column]) = make_float2(v[0], v[1]);
+        }
       }
+    __syncthreads();
+    for (int i = warp; i < n_heads * 2; i += kHalfWarps) {
+      const float4 v = *reinterpret_cast<const float4*>(&m.result[i / 2][i % 2 * kTileCols + 4 * lane]);
+      const int64_t column =
+          static_cast<int64_t>(head0 + i / 2) * kMostColumns + half * kHalfColumns + i % 2 * kTileCols;
+      *reinterpret_cast<float4*>(out + t * out_stride + column + 4 * lane) = v;
+      if (codes.q) store_codes({v.x, v.y, v.z, v.w}, t, column / kTileCols, codes);
     }
-  __syncthreads();
-  for (int i = warp; i < n_heads * 2; i += kHalfWarps) {
-    const float4 v = *reinterpret_cast<const float4*>(&m.result[i / 2][i % 2 * kTileCols + 4 * lane]);
-    const int64_t column = static_cast<int64_t>(head0 + i / 2) * kMostColumns + half * kHalfColumns + i % 2 * kTileCols;
-    *reinterpret_cast<float4*>(out + t * out_stride + column + 4 * lane) = v;
-    if (codes.q) store_codes({v.x, v.y, v.z, v.w}, t, column / kTileCols, codes);
   }
 #endif
 }
@@ -290,10 +327,12 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
 // Few rows of heads of 512 columns: a cluster of four blocks of threads has a chunk for sixteen heads, each a quarter
 // of the columns; scores are exchanged, each block has all of them and computes the probabilities for itself. The last
 // of a row's chunks to end joins them. Bytes: 64 rows of 128 floats and sixteen heads' likewise, from the cache;
-// operations 4 * 64 * 128 a head. Order of all sums as in attend_latent.
-constexpr int kPartThreads = 256;
+// operations 4 * 64 * 128 a head. What counts is the longest way through it: a warp has one head, four rows, eight
+// columns, and little code. Order of all sums as in attend_latent.
+constexpr int kPartThreads = 512;
 constexpr int kPartWarps = kPartThreads / 32;
 constexpr int kPartColumns = kMostColumns / kParts;
+static_assert(kPartWarps == kHeads && kPartWarps * 8 == kPartColumns);
 
 struct PartMemory {
   uint8_t query[2][kHeads * kPartColumns * 2];  // high parts, low parts
@@ -302,40 +341,44 @@ struct PartMemory {
   uint8_t weight[2][kHeads * kRows * 2];
 };
 
-__global__ void DS4_PARTS __launch_bounds__(kPartThreads, 3)
+__global__ void DS4_PARTS __launch_bounds__(kPartThreads, 2)
     attend_part(const float* q, int64_t q_stride, HeadNorm norm, const DeviceRow* rows, RowSource source,
                 const float* sinks, int heads, float scale, LatentParts p, int* arrived, Turn turn, float* out,
                 int64_t out_stride, Activations codes) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  begin_kernel();
   extern __shared__ __align__(128) uint8_t part_memory[];
   PartMemory& m = *reinterpret_cast<PartMemory*>(part_memory);
-  __shared__ unsigned low_columns;  // bit c: low parts of rows in columns 32 c .. 32 c + 31 of the part
-  __shared__ Softmax stats[kHeads];
+  __shared__ unsigned low_columns[kPartWarps];  // bit c: low parts of rows in columns 32 c .. 32 c + 31 of the part
   __shared__ float squares[kParts][kHeads];
   __shared__ int turn_of;
   __shared__ uint64_t arrivals[2];  // of scores, of squares
   const uint32_t arrival = shared_address(arrivals);
-  const int part = static_cast<int>(blockIdx.x), chunk = blockIdx.y;
-  const int tiles = (heads + kHeads - 1) / kHeads, t = static_cast<int>(blockIdx.z) / tiles,
-            head0 = static_cast<int>(blockIdx.z) % tiles * kHeads, n_heads = min(kHeads, heads - head0);
-  const DeviceRow row = rows[t];
+  const int part = static_cast<int>(blockIdx.x % kParts), head0 = static_cast<int>(blockIdx.x / kParts) * kHeads,
+            chunk = static_cast<int>(blockIdx.y), t = static_cast<int>(blockIdx.z),
+            n_heads = min(kHeads, heads - head0);
+  const RowSource::Place row = source.place(rows[t]);
   const int total = source.list.total(row.position), begin = chunk * kRows;
-  if (begin >= total) return;
   if (threadIdx.x == 0) {
-    low_columns = 0;
     for (int i = 0; i < 2; ++i) init_barrier(arrival + 8 * i);
     fence_barriers();
     expect_bytes(arrival, static_cast<int>(sizeof(m.score)));
     expect_bytes(arrival + 8, static_cast<int>(sizeof(squares)));
   }
+  begin_kernel();
+  if (begin >= total) return;
   __syncthreads();
   cluster_started();
   const int n = min(kRows, total - begin), filled = (n + 15) / 16 * 16;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, h = head0 + warp;
+  const bool has_head = warp < n_heads;
   const SplitRows query{{shared_address(m.query[0]), kPartColumns}, {shared_address(m.query[1]), kPartColumns}},
       latent{{shared_address(m.rows[0]), kPartColumns}, {shared_address(m.rows[1]), kPartColumns}};
   const HalfRows weight_high{shared_address(m.weight[0]), kRows}, weight_low{shared_address(m.weight[1]), kRows};
+  float4 w = make_float4(0, 0, 0, 0);
+  if (has_head)
+    w = __ldcg(reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(h) * kMostColumns +
+                                               part * kPartColumns) +
+               lane);
   constexpr int kEach = kRows / kPartWarps;
   // A lane finds one of its warp's rows.
   const float* own = source.entry(row, t, begin + min(warp + lane % kEach * kPartWarps, n - 1)) + part * kPartColumns;
@@ -345,48 +388,26 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 3)
     const auto at = reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), r));
     v[r] = warp + r * kPartWarps < n ? __ldcg(at + lane) : make_float4(0, 0, 0, 0);
   }
-  constexpr int kOwnHeads = kHeads / kPartWarps;
-  float4 w[kOwnHeads];
-#pragma unroll
-  for (int r = 0; r < kOwnHeads; ++r) {
-    const int h = warp + r * kPartWarps;
-    w[r] = make_float4(0, 0, 0, 0);
-    if (h < n_heads)
-      w[r] = __ldcg(reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(head0 + h) * kMostColumns +
-                                                    part * kPartColumns) +
-                    lane);
-  }
   wait_cluster();
   if (norm.turn.table) {
-#pragma unroll
-    for (int r = 0; r < kOwnHeads; ++r) {
-      const float sum = norm.squares(w[r]);
-      if (lane < kParts)
-        store_in(address_in(shared_address(&squares[part][warp + r * kPartWarps]), lane), sum,
-                 address_in(arrival + 8, lane));
-    }
+    const float sum = norm.squares(w);
+    if (lane < kParts)
+      store_in(address_in(shared_address(&squares[part][warp]), lane), sum, address_in(arrival + 8, lane));
     wait_for(arrival + 8, 0);
-#pragma unroll
-    for (int r = 0; r < kOwnHeads; ++r) {
-      const int h = warp + r * kPartWarps;
-      w[r] = norm.finish(w[r], norm.factor(squares[0][h], squares[1][h], squares[2][h], squares[3][h]), t,
-                         part * kPartColumns + 4 * lane);
-    }
+    w = norm.finish(w, norm.factor(squares[0][warp], squares[1][warp], squares[2][warp], squares[3][warp]), t,
+                    part * kPartColumns + 4 * lane);
   }
-#pragma unroll
-  for (int r = 0; r < kOwnHeads; ++r) query.store(warp + r * kPartWarps, lane, w[r]);
+  query.store(warp, lane, w);
   unsigned low = 0;
 #pragma unroll
   for (int r = 0; r < kEach; ++r) low |= latent.store(warp + r * kPartWarps, lane, v[r]) ? 1u << (lane / 8) : 0u;
   low = __reduce_or_sync(0xFFFFFFFFu, low);
+  if (lane == 0) low_columns[warp] = low;
   __syncthreads();
-  if (lane == 0 && low) atomicOr(&low_columns, low);
-  __syncthreads();
-  low = low_columns;
-  {
+  low = __reduce_or_sync(0xFFFFFFFFu, low_columns[lane % kPartWarps]);
+  if (const int first = warp * 8; first < kRows) {
     // Scores of the part: a warp has eight rows.
     float sum[4] = {0, 0, 0, 0};
-    const int first = warp * 8;
     if (first < n) {
       const uint32_t a_high = query.high.at(lane % 16, lane % 8), b_high = latent.high.at(first + lane % 8, lane % 8),
                      to_a_low = query.low.address - query.high.address,
@@ -419,78 +440,62 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 3)
     }
   }
   wait_for(arrival, 0);
-#pragma unroll
-  for (int i = 0; i < kHeads / kPartWarps; ++i) {
-    const int h = i * kPartWarps + warp;
+  // A chunk's sums and statistics; each part has its own of these.
+  const int64_t of_heads = (static_cast<int64_t>(t) * heads + head0) * p.chunks;
+  float* const sums = p.sums + of_heads * kMostColumns + part * kPartColumns;
+  Softmax* const stats = p.stats + of_heads * kParts + part;
+  {
     float score[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const int at = lane + 32 * k ^ h % 8 * 8;
-      score[k] = (m.score[0][h][at] + m.score[1][h][at]) + (m.score[2][h][at] + m.score[3][h][at]);
+      const int at = lane + 32 * k ^ warp % 8 * 8;
+      score[k] = (m.score[0][warp][at] + m.score[1][warp][at]) + (m.score[2][warp][at] + m.score[3][warp][at]);
     }
-    const Softmax found = weigh_head(weight_high, weight_low, h, n, score, scale);
-    if (lane == 0) stats[h] = found;
+    const Softmax found = weigh_head(weight_high, weight_low, warp, n, score, scale);
+    if (lane == 0 && has_head) stats[(warp * p.chunks + chunk) * kParts] = found;
   }
   __syncthreads();
-  float sum[2][4];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = 0.0f;
   {
-    // Weighted sums: a warp has sixteen columns.
-    const int column0 = warp * 16;
-    const bool both = low >> (warp / 2) & 1u;
+    // Weighted sums: a warp has eight columns, 32 rows at a time.
+    const bool both = low >> (warp / 4) & 1u;
+    float sum[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int step = 0; step < kRows / 16; ++step) {
-      if (step * 16 >= filled) break;
-      uint32_t high[1][4], rest[1][4], up[4], down[4];
-      load_turned(high[0], latent.high.at(step * 16 + lane % 16, column0 / 8 + lane / 16));
-      if (both) load_turned(rest[0], latent.low.at(step * 16 + lane % 16, column0 / 8 + lane / 16));
-      load_matrices(down, weight_low.at(lane % 16, 2 * step + lane / 16));
-      load_matrices(up, weight_high.at(lane % 16, 2 * step + lane / 16));
-      add_weighted(sum, up, down, high, rest, both);
+    for (int pair = 0; pair < kRows / 32; ++pair) {
+      if (pair * 32 >= filled) break;
+      uint32_t high[4], rest[4];
+      load_turned(high, latent.high.at(pair * 32 + lane, warp));
+      if (both) load_turned(rest, latent.low.at(pair * 32 + lane, warp));
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        if (pair * 32 + step * 16 >= filled) break;
+        uint32_t up[4], down[4];
+        load_matrices(down, weight_low.at(lane % 16, 4 * pair + 2 * step + lane / 16));
+        load_matrices(up, weight_high.at(lane % 16, 4 * pair + 2 * step + lane / 16));
+        multiply_halves(sum, down, high[2 * step], high[2 * step + 1]);
+        if (both) multiply_halves(sum, up, rest[2 * step], rest[2 * step + 1]);
+        multiply_halves(sum, up, high[2 * step], high[2 * step + 1]);
+      }
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (g + 8 * r < n_heads)
+        __stcg(reinterpret_cast<float2*>(sums + ((g + 8 * r) * p.chunks + chunk) * kMostColumns + warp * 8 + 2 * c),
+               make_float2(sum[2 * r], sum[2 * r + 1]));
   }
   const int chunks = (total + kRows - 1) / kRows;
-  const int64_t of_heads = static_cast<int64_t>(t) * heads + head0;
-  // A chunk's sums and statistics; each part has its own of these.
-  const auto sums_of = [&](int h, int of) {
-    return p.sums + ((of_heads + h) * p.chunks + of) * kMostColumns + part * kPartColumns;
-  };
-  const auto stats_of = [&](int h, int of) { return p.stats + ((of_heads + h) * p.chunks + of) * kParts + part; };
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int h = g + 8 * r;
-    if (h >= n_heads) continue;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      __stcg(reinterpret_cast<float2*>(sums_of(h, chunk) + warp * 16 + 8 * i + 2 * c),
-             make_float2(sum[i][2 * r], sum[i][2 * r + 1]));
-  }
-  if (static_cast<int>(threadIdx.x) < n_heads) *stats_of(threadIdx.x, chunk) = stats[threadIdx.x];
-  int* const counter = arrived + static_cast<int64_t>(blockIdx.z) * kParts + part;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    turn_of = atomicAdd(counter, 1);
-    if (turn_of == chunks - 1) *counter = 0;  // for the next launch
-    __threadfence();
-  }
-  __syncthreads();
-  if (turn_of != chunks - 1) return;
-#pragma unroll
-  for (int r = 0; r < kHeads / kPartWarps; ++r) {
-    const int h = warp + r * kPartWarps;
-    if (h >= n_heads) continue;
-    Softmax all = start_of(sinks, head0 + h);
-    float v[4] = {0, 0, 0, 0};
+  const unsigned of_part = (blockIdx.z * (gridDim.x / kParts) + blockIdx.x / kParts) * kParts + part;
+  if (!last_of(arrived + of_part, chunks, turn_of) || !has_head) return;
+  Softmax all = start_of(sinks, h);
+  float sum[4] = {0, 0, 0, 0};
+  const float* from = sums + warp * p.chunks * kMostColumns + 4 * lane;
+  const Softmax* stat = stats + warp * p.chunks * kParts;
 #pragma unroll 4
-    for (int of = 0; of < chunks; ++of) {
-      const float2 s = __ldcg(reinterpret_cast<const float2*>(stats_of(h, of)));
-      const float4 w = __ldcg(reinterpret_cast<const float4*>(sums_of(h, of)) + lane);
-      join_sums(all, {s.x, s.y}, w, v);
-    }
-    finish_head(all, v, t, head0 + h, part * kPartColumns + 4 * lane, kMostColumns, turn, out, out_stride, codes);
+  for (int of = 0; of < chunks; ++of) {
+    const float2 s = __ldcg(reinterpret_cast<const float2*>(stat + of * kParts));
+    const float4 chunk_sum = __ldcg(reinterpret_cast<const float4*>(from + of * kMostColumns));
+    join_sums(all, {s.x, s.y}, chunk_sum, sum);
   }
+  finish_head(all, sum, t, h, part * kPartColumns + 4 * lane, kMostColumns, turn, out, out_stride, codes);
 #endif
 }
 

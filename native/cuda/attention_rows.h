@@ -59,18 +59,31 @@ struct RowSource {
   const int32_t *ids, *counts;  // Selection, or null
   int64_t ids_stride;
 
+  // What the entries of a row's list need of the row; read side by side, and from the step's inputs alone.
+  struct Place {
+    const char* fixed;
+    char* const* pages;
+    int32_t position, first;
+  };
+  __device__ __forceinline__ Place place(const DeviceRow& row) const {
+    return {row.fixed, list.ratio ? row.pages[compressed.group] : nullptr, row.position, row.first};
+  }
+
   // Entry j of the list of row t of the launch.
-  __device__ __forceinline__ const float* entry(const DeviceRow& row, int t, int j) const {
+  __device__ __forceinline__ const float* entry(const Place& row, int t, int j) const {
     const int in_window = list.in_window(row.position);
     if (j < in_window) {
       const int position = row.position + 1 - in_window + j;
       const int first_position = row.position - (first_row + t - row.first);
-      return position < first_position ? reinterpret_cast<const float*>(ring_row(row, ring, position))
-                                       : kv + static_cast<int64_t>(row.first + position - first_position) * kv_stride;
+      if (position >= first_position)
+        return kv + static_cast<int64_t>(row.first + position - first_position) * kv_stride;
+      const uint32_t slot = static_cast<uint32_t>(position) % static_cast<uint32_t>(ring.capacity);
+      return reinterpret_cast<const float*>(row.fixed + ring.offset + slot * ring.row_bytes);
     }
     const int i = j - in_window;
-    const int id = counts && counts[t] >= 0 ? ids[t * ids_stride + i] : i;
-    return reinterpret_cast<const float*>(append_row(row, compressed, id));
+    const auto id = static_cast<uint32_t>(counts && counts[t] >= 0 ? ids[t * ids_stride + i] : i);
+    return reinterpret_cast<const float*>(row.pages[id / kPageRows] + compressed.offset +
+                                          id % kPageRows * compressed.row_bytes);
   }
 };
 
@@ -214,6 +227,20 @@ __device__ __forceinline__ void add_weighted(float (&sum)[N][4], const uint32_t 
     for (int i = 0; i < N; ++i) multiply_halves(sum[i], up, rest[i / 2][i % 2 * 2], rest[i / 2][i % 2 * 2 + 1]);
 #pragma unroll
   for (int i = 0; i < N; ++i) multiply_halves(sum[i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+}
+
+// Whether this block of threads is the last of `all` that count at `counter`, which is zero again then; it sees what
+// they have written before. `turn`: shared.
+__device__ __forceinline__ bool last_of(int* counter, int all, int& turn) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    if (before == all - 1) *counter = 0;  // for the next launch
+    turn = before;
+  }
+  __syncthreads();
+  return turn == all - 1;
 }
 
 // Joins a chunk's sums of four columns, `v`, to `sum`.

@@ -81,7 +81,6 @@ __global__ void __launch_bounds__(kShortThreads, 2)
     score_short_rows(const float* q, int64_t q_stride, const float* weight, int64_t weight_stride,
                      const DeviceRow* rows, BufferPlace index, int ratio, int heads, int k, int n, int at_once,
                      float* score, int64_t score_stride) {
-  begin_kernel();
   constexpr int kBlocks = kShortDim / 32;
   extern __shared__ uint4 query[];  // [heads / 8][blocks][32 lanes], as the units read them
   __shared__ float2 weights[kMostShortHeads / 2];
@@ -90,10 +89,27 @@ __global__ void __launch_bounds__(kShortThreads, 2)
   int loaded = -1;  // the session whose rows the lanes have, by its first row of the step
   uint4 key[2][kBlocks];
   const int first = blockIdx.y * at_once, end = min(n, first + at_once);
+  begin_kernel();
   for (int t = first; t < end; ++t) {
-    const DeviceRow row = rows[t];
-    const int visible = (row.position + 1) / ratio;
+    const DeviceRow& row = rows[t];
+    const int position = row.position, first_row = row.first, visible = (position + 1) / ratio;
     if (visible <= k || begin >= visible) continue;
+    const bool fresh = loaded != first_row;
+    float4 raw[2][kBlocks][2];
+    if (fresh) {
+      loaded = first_row;
+      // As many as the session's last row here sees.
+      const int last = (position + min(end - 1, first_row + row.count - 1) - t + 1) / ratio - 1;
+      char* const* const pages = row.pages[index.group];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const auto of = static_cast<uint32_t>(min(own + g + 8 * r, last));
+        const char* const at = pages[of / kPageRows] + index.offset + of % kPageRows * index.row_bytes;
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; ++i)
+          raw[r][i / 2][i % 2] = __ldg(reinterpret_cast<const float4*>(at) + c * 2 + i / 2 * 8 + i % 2);
+      }
+    }
     __syncthreads();
     for (int i = threadIdx.x; i < heads / 8 * kBlocks * 32; i += kShortThreads) {
       const int of = i % 32;
@@ -103,19 +119,9 @@ __global__ void __launch_bounds__(kShortThreads, 2)
     }
     if (threadIdx.x < heads / 2)
       weights[threadIdx.x] = *reinterpret_cast<const float2*>(weight + t * weight_stride + 2 * threadIdx.x);
-    if (loaded != row.first) {
-      loaded = row.first;
-      // As many as the session's last row here sees.
-      const int last = (row.position + min(end - 1, row.first + row.count - 1) - t + 1) / ratio - 1;
+    if (fresh)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float4* from =
-            reinterpret_cast<const float4*>(append_row(row, index, min(own + g + 8 * r, last))) + c * 2;
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-          key[r][block] = to_bfloats(__ldg(from + block * 8), __ldg(from + block * 8 + 1));
-      }
-    }
+      for (int i = 0; i < 2 * kBlocks; ++i) key[i % 2][i / 2] = to_bfloats(raw[i % 2][i / 2][0], raw[i % 2][i / 2][1]);
     __syncthreads();
     if (own >= visible) continue;
     float sum[2] = {0, 0};
@@ -156,11 +162,13 @@ __device__ __forceinline__ uint32_t ordered(float f) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-constexpr int kTopThreads = 1024;
-constexpr int kHeld = 4;  // keys of a thread in registers
+constexpr int kTopThreads = 512;
+constexpr int kTopWarps = kTopThreads / 32;
+constexpr int kHeld = 8;  // keys of a thread in registers
 
-// The k-th largest of the keys, zeros are none: two bits at a time, the largest digit that k keys reach. `counts` holds
-// two words for each warp.
+// The k-th largest of the keys, zeros are none: two bits at a time, the largest digit that k keys reach. Where just k
+// keys reach what is found so far, what follows changes nothing: the key before it. `above`: how many are above the
+// result. `counts` holds two words for each warp.
 __device__ uint32_t kth_largest(const uint32_t (&key)[kHeld], int held, int k, uint32_t* counts, int& above) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Of the keys from `least` on, by three bounds `step` apart.
@@ -172,9 +180,9 @@ __device__ uint32_t kth_largest(const uint32_t (&key)[kHeld], int held, int k, u
 #pragma unroll
         for (uint32_t d = 0; d < 3; ++d) own += key[i] >= least + d * step ? 1u << (10 * d) : 0u;
     own = __reduce_add_sync(0xFFFFFFFFu, own);
-    if (lane == 0) counts[turn % 2 * 32 + warp] = own;
+    if (lane == 0) counts[turn % 2 * kTopWarps + warp] = own;
     __syncthreads();
-    own = counts[turn % 2 * 32 + lane];
+    own = lane < kTopWarps ? counts[turn % 2 * kTopWarps + lane] : 0u;
 #pragma unroll
     for (int d = 0; d < 3; ++d) all[d] = static_cast<int>(__reduce_add_sync(0xFFFFFFFFu, own >> (10 * d) & 1023u));
   };
@@ -183,7 +191,12 @@ __device__ uint32_t kth_largest(const uint32_t (&key)[kHeld], int held, int k, u
   for (int shift = 30, turn = 0; shift >= 0; shift -= 2, ++turn) {
     const uint32_t step = 1u << shift;
     count(found + step, step, turn, all);
-    found += (all[2] >= k ? 3u : all[1] >= k ? 2u : all[0] >= k ? 1u : 0u) << shift;
+    const uint32_t digit = all[2] >= k ? 3 : all[1] >= k ? 2 : all[0] >= k ? 1 : 0;
+    found += digit << shift;
+    if (digit > 0 && all[digit - 1] == k) {
+      above = k;
+      return found - 1;
+    }
   }
   count(found + 1, 0, 0, all);
   above = all[0];
@@ -195,13 +208,13 @@ __device__ uint32_t kth_largest(const uint32_t (&key)[kHeld], int held, int k, u
 // first of those equal to it.
 __global__ void __launch_bounds__(kTopThreads) top_k(const float* score, int64_t score_stride, const DeviceRow* rows,
                                                      int ratio, int k, int32_t* ids, int32_t* counts) {
-  begin_kernel();
   __shared__ int histogram[256];
-  __shared__ uint32_t votes[2][32];
+  __shared__ uint32_t votes[2][kTopWarps];
   __shared__ uint32_t digit;
   __shared__ int beyond;
   const int t = blockIdx.x, visible = (rows[t].position + 1) / ratio;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  begin_kernel();
   if (visible <= k) {
     if (threadIdx.x == 0) counts[t] = -1;
     return;
@@ -253,20 +266,29 @@ __global__ void __launch_bounds__(kTopThreads) top_k(const float* score, int64_t
   }
   // Keys above the k-th and keys equal to it, before this one: two counts in a word.
   uint32_t passed = 0;
-  __syncthreads();
-  for (int turn = 0; turn < held; ++turn) {
-    const int i = turn * kTopThreads + static_cast<int>(threadIdx.x);
-    const uint32_t of = i < visible ? ordered(s[i]) : 0u;
+  const auto keep = [&](int turn, uint32_t of) {
     const unsigned more = __ballot_sync(0xFFFFFFFFu, of > kth), same = __ballot_sync(0xFFFFFFFFu, of == kth);
     if (lane == 0) votes[turn % 2][warp] = static_cast<uint32_t>(__popc(more) | __popc(same) << 16);
     __syncthreads();
-    const uint32_t vote = votes[turn % 2][lane];
+    const uint32_t vote = lane < kTopWarps ? votes[turn % 2][lane] : 0u;
     const uint32_t before = __reduce_add_sync(0xFFFFFFFFu, lane < warp ? vote : 0u);
     const unsigned lower = (1u << lane) - 1u;
     const int above = static_cast<int>((before + passed) & 0xFFFFu) + __popc(more & lower);
     const int equal = static_cast<int>((before + passed) >> 16) + __popc(same & lower);
-    if (of > kth || (of == kth && equal < need)) ids[static_cast<int64_t>(t) * k + above + min(equal, need)] = i;
+    if (of > kth || (of == kth && equal < need))
+      ids[static_cast<int64_t>(t) * k + above + min(equal, need)] = turn * kTopThreads + static_cast<int>(threadIdx.x);
     passed += __reduce_add_sync(0xFFFFFFFFu, vote);
+  };
+  __syncthreads();
+  if (held <= kHeld) {
+#pragma unroll
+    for (int turn = 0; turn < kHeld; ++turn)
+      if (turn < held) keep(turn, key[turn]);
+  } else {
+    for (int turn = 0; turn < held; ++turn) {
+      const int i = turn * kTopThreads + static_cast<int>(threadIdx.x);
+      keep(turn, i < visible ? ordered(s[i]) : 0u);
+    }
   }
   if (threadIdx.x == 0) counts[t] = k;
 }

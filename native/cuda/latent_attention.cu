@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ float factor[2][kAll];
   __shared__ unsigned low_columns;  // bit c: low parts of rows in columns 32 c .. 32 c + 31
   const int t = blockIdx.z, head0 = blockIdx.y * kAll, n_heads = min(kAll, heads - head0);
-  const DeviceRow row = rows[t];
+  const RowSource::Place row = source.place(rows[t]);
   const int total = source.list.total(row.position), quads = dim / 4, padded = (dim + 63) / 64 * 64;
   if (!kWhole && static_cast<int>(blockIdx.x) * kRows >= total) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -270,11 +270,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 // rounded where `codes` has room.
 __global__ void join_chunks(LatentParts p, const DeviceRow* rows, VisibleRows list, const float* sinks, int64_t heads,
                             int dim, Turn turn, float* out, int64_t stride, Activations codes) {
-  begin_kernel();
   const int64_t t = blockIdx.y, h = blockIdx.x, of = (t * heads + h) * p.chunks;
   const int chunks = (list.total(rows[t].position) + kRows - 1) / kRows, d = 4 * static_cast<int>(threadIdx.x);
-  if (d >= dim) return;
   Softmax all = start_of(sinks, static_cast<int>(h));
+  begin_kernel();
+  if (d >= dim) return;
   float sum[4] = {0, 0, 0, 0};
 #pragma unroll 4
   for (int c = 0; c < chunks; ++c)
@@ -314,7 +314,8 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
   const int64_t at_once = whole ? 65535 : std::clamp<int64_t>((int64_t{1} << 27) / row_floats, 1, 65535);
   // Clusters where all their blocks of threads are on the device at once.
   const bool parts = !whole && dim == kMostColumns && hopper_kernels() &&
-                     q.n * tiles * p.chunks * kParts <= 3 * context.device.multiprocessors();
+                     q.n * tiles * p.chunks * kParts <= 2 * context.device.multiprocessors();
+  const bool halves = a.short_columns >= kMostColumns - kLowColumns && dim == kMostColumns && hopper_kernels();
   // Queries as they came, which these kernels norm and rotate; else all that is still to be done is.
   const Context::RawHeads raw = context.raw_heads;
   const bool norms = raw.x.n == q.n && raw.x.data == q.data && raw.x.dim == q.dim && raw.x.stride == q.stride &&
@@ -351,19 +352,19 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
                     list + first, source, sinks, static_cast<int>(a.heads), static_cast<int>(dim), a.scale, p, turn,
                     out.data + first * out.stride, out.stride, whole ? codes : Activations{});
     };
-    if (whole && a.short_columns >= kMostColumns - kLowColumns && dim == kMostColumns && hopper_kernels()) {
-      DS4_CUDA(cudaFuncSetAttribute(attend_half, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    const auto launch_half = [&](auto kernel) {
+      DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(sizeof(HalfMemory))));
-      launch_kernel(context.device.stream(),
-                    dim3(2, static_cast<unsigned>((a.heads + kHalfHeads - 1) / kHalfHeads), static_cast<unsigned>(n)),
-                    kHalfThreads, sizeof(HalfMemory), attend_half, q.data + first * q.stride, q.stride, norm,
-                    list + first, source, sinks, static_cast<int>(a.heads), a.scale, turn,
-                    out.data + first * out.stride, out.stride, codes);
-      DS4_CUDA(cudaGetLastError());
-      continue;
-    }
+      const int64_t groups = (a.heads + kHalfHeads - 1) / kHalfHeads;
+      launch_kernel(
+          context.device.stream(),
+          dim3(2, static_cast<unsigned>(whole ? groups : groups * n), static_cast<unsigned>(whole ? n : p.chunks)),
+          kHalfThreads, sizeof(HalfMemory), kernel, q.data + first * q.stride, q.stride, norm, list + first, source,
+          sinks, static_cast<int>(a.heads), a.scale, p, turn, out.data + first * out.stride, out.stride,
+          whole ? codes : Activations{});
+    };
     if (whole) {
-      launch(attend_latent<2, true>, 2, attend_bytes<2>(padded));
+      halves ? launch_half(attend_half<true>) : launch(attend_latent<2, true>, 2, attend_bytes<2>(padded));
       DS4_CUDA(cudaGetLastError());
       continue;
     }
@@ -374,13 +375,14 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
       int* arrived = context.workspace.get<int>(Workspace::Arrived, n * tiles * kParts);
       DS4_CUDA(cudaFuncSetAttribute(attend_part, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(sizeof(PartMemory))));
-      launch_kernel(context.device.stream(),
-                    dim3(kParts, static_cast<unsigned>(p.chunks), static_cast<unsigned>(n * tiles)), kPartThreads,
-                    sizeof(PartMemory), attend_part, q.data + first * q.stride, q.stride, norm, list + first, source,
-                    sinks, static_cast<int>(a.heads), a.scale, p, arrived, turn, out.data + first * out.stride,
-                    out.stride, codes);
+      launch_kernel(
+          context.device.stream(),
+          dim3(static_cast<unsigned>(kParts * tiles), static_cast<unsigned>(p.chunks), static_cast<unsigned>(n)),
+          kPartThreads, sizeof(PartMemory), attend_part, q.data + first * q.stride, q.stride, norm, list + first,
+          source, sinks, static_cast<int>(a.heads), a.scale, p, arrived, turn, out.data + first * out.stride,
+          out.stride, codes);
     } else {
-      launch(attend_latent<1, false>, 1, attend_bytes<1>(padded));
+      halves ? launch_half(attend_half<false>) : launch(attend_latent<1, false>, 1, attend_bytes<1>(padded));
       launch_kernel(context.device.stream(), dim3(static_cast<unsigned>(a.heads), static_cast<unsigned>(n)),
                     static_cast<unsigned>((dim / 4 + 31) / 32 * 32), 0, join_chunks, p, list + first, visible, sinks,
                     a.heads, static_cast<int>(dim), turn, out.data + first * out.stride, out.stride, codes);

@@ -29,16 +29,31 @@ __device__ __forceinline__ void store(const HalfArgs& p, int64_t row, int64_t to
 // ---- few tokens
 //
 // Bytes: W once, x once for each 16 rows, from the cache. A warp computes one chain of 16 rows for 8 NT tokens, the
-// block of threads adds the chains. One row of x takes so few registers that two blocks of threads fit a
-// multiprocessor, or one beside a block of a kernel that runs at the same time.
+// block of threads adds the chains. For what held_halves does not take.
 constexpr int kStreamThreads = 512;
 constexpr int kWarps = kStreamThreads / 32;
 
-// Up to eight tokens are split here, more of them have been.
+// Eight columns of a row of x in each lane: 8t .. 8t + 7 of a block of 32.
+struct OwnColumns {
+  float4 lo, hi;
+
+  __device__ __forceinline__ static OwnColumns of(const float* from, bool there) {
+    const float4 none = make_float4(0, 0, 0, 0);
+    if (!there) return {none, none};
+    const auto* at = reinterpret_cast<const float4*>(from);
+    return {__ldg(at), __ldg(at + 1)};
+  }
+  __device__ __forceinline__ float split(uint32_t (&high)[4], uint32_t (&low)[4]) const {
+    const float v[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+    return split_halves(v, high, low);
+  }
+};
+
+// Up to kMostUnsplit tokens are split here, more of them have been.
 template <int NT>
 __global__ void __launch_bounds__(kStreamThreads, NT == 1 ? 2 : 1)
     stream_halves(const __half* w, const float* x, int64_t x_stride, HalfActivations parts, HalfArgs p) {
-  constexpr bool kSplit = NT > 1;
+  constexpr bool kSplit = NT > kMostUnsplit / 8;
   constexpr int kAhead = NT == 1 ? 3 : NT == 2 ? 8 : 4;  // blocks on their way
   __shared__ float part[kWarps][NT * 128];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -51,7 +66,7 @@ __global__ void __launch_bounds__(kStreamThreads, NT == 1 ? 2 : 1)
   const __half* const row0 = w + (static_cast<int64_t>(slab) * rank + min(first + g, rank - 1)) * p.w_stride + 8 * t;
   const int to_row8 = (min(first + g + 8, rank - 1) - min(first + g, rank - 1)) * static_cast<int>(p.w_stride);
   const int groups = static_cast<int>((p.T + 7) / 8);
-  const float* const x_from = x + (g < p.T ? g : 0) * x_stride + static_cast<int64_t>(slab) * blocks * 32 + 8 * t;
+  const float* const x_from = x + g * x_stride + static_cast<int64_t>(slab) * blocks * 32 + 8 * t;
   float total = 0.0f;
   for (int pass = 0; pass * at_once < chains; ++pass) {
     const int chain = pass * at_once + warp % at_once, block0 = chain * kChainBlocks;
@@ -84,13 +99,9 @@ __global__ void __launch_bounds__(kStreamThreads, NT == 1 ? 2 : 1)
               low[0] = l.x, low[1] = l.y, low[2] = l.z, low[3] = l.w;
               scale = __ldg(reinterpret_cast<const float2*>(parts.scales + at * 8) + t);
             } else {
-              float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-              if (g < p.T) {
-                const float4* from = reinterpret_cast<const float4*>(x_from + (block0 + base + i) * 32);
-                const float4 lo = __ldg(from), hi = __ldg(from + 1);
-                v[0] = lo.x, v[1] = lo.y, v[2] = lo.z, v[3] = lo.w, v[4] = hi.x, v[5] = hi.y, v[6] = hi.z, v[7] = hi.w;
-              }
-              const float own = split_halves(v, high, low);
+              const int token = 8 * j + g;
+              const float own =
+                  OwnColumns::of(x_from + 8 * j * x_stride + (block0 + base + i) * 32, token < p.T).split(high, low);
               scale = make_float2(__shfl_sync(0xFFFFFFFFu, own, 8 * t), __shfl_sync(0xFFFFFFFFu, own, 8 * t + 4));
             }
             float sum[4];
@@ -123,6 +134,149 @@ __global__ void __launch_bounds__(kStreamThreads, NT == 1 ? 2 : 1)
       if (at < all && in_slab < rank && token < p.T)
         store(p, static_cast<int64_t>(at / tiles) * rank + in_slab, token, v);
     }
+  }
+}
+
+// As many rows of W as a block of threads holds in shared memory, all on their way before the kernel before has ended:
+// a product behind a kernel that leaves the memory idle costs little more than reading x. A warp has a chain of two
+// tiles of 16 rows at a time, whose x it splits once. Bytes: W once, x once for each block of threads, from the cache.
+// One token: eight blocks of it stand in the eight columns of the units, where others have eight tokens; each block of
+// W is multiplied by all of them, and its own column kept.
+constexpr int kMostHeldTiles = 16;
+
+struct HeldShape {
+  int rows, tiles, pitch;  // of a block of threads at most; bytes from row to row, odd times 64: two rows' banks differ
+  int64_t blocks, bytes;   // of threads; of its shared memory
+};
+
+template <int NT, bool kOne>
+__global__ void __launch_bounds__(kStreamThreads, NT == 1 ? 2 : 1)
+    held_halves(const __half* w, const float* x, int64_t x_stride, HalfArgs p, HeldShape shape) {
+  extern __shared__ __align__(128) uint8_t held[];
+  __shared__ uint64_t arrivals[kMostHeldTiles];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int first = static_cast<int>(p.rows * blockIdx.x / gridDim.x),
+            rows = static_cast<int>(p.rows * (blockIdx.x + 1) / gridDim.x) - first;
+  const int tiles = (rows + 15) / 16, row_bytes = p.blocks * 64, T = static_cast<int>(p.T);
+  float* const part = reinterpret_cast<float*>(held + static_cast<int64_t>(shape.rows) * shape.pitch);
+  const uint32_t arrival = shared_address(arrivals);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < tiles; ++i) init_barrier(arrival + 8 * i);
+    fence_barriers();
+    for (int i = 0; i < tiles; ++i) expect_bytes(arrival + 8 * i, min(16, rows - 16 * i) * row_bytes);
+  }
+  __syncthreads();
+  if (lane == 0)
+    for (int r = warp; r < rows; r += kWarps)
+      copy_bulk(shared_address(held) + r * shape.pitch,
+                reinterpret_cast<const uint8_t*>(w + static_cast<int64_t>(first + r) * p.w_stride), row_bytes,
+                arrival + r / 16 * 8);
+  begin_kernel();
+  const int chains = (p.blocks + kChainBlocks - 1) / kChainBlocks, at_once = min(chains, kWarps),
+            step = kWarps / at_once;
+  for (int chain = warp % at_once; chain < chains && warp < step * at_once; chain += at_once) {
+    const int block0 = chain * kChainBlocks, n = min(kChainBlocks, p.blocks - block0);
+    for (int tile = warp / at_once; tile < tiles; tile += 2 * step) {
+      const bool two = tile + step < tiles;
+      const uint8_t* from[2][2];  // rows g and g + 8 of both tiles
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        from[i / 2][i % 2] =
+            held + min((tile + i / 2 * step) * 16 + i % 2 * 8 + g, rows - 1) * shape.pitch + block0 * 64 + t * 16;
+      const auto wait = [&] {
+        wait_for(arrival + 8 * tile, 0);
+        if (two) wait_for(arrival + 8 * (tile + step), 0);
+      };
+      float acc[2][NT][4];
+#pragma unroll
+      for (int i = 0; i < 8 * NT; ++i) acc[i / 4 / NT][i / 4 % NT][i % 4] = 0.0f;
+      const auto multiply = [&](int of, int block, float (&sum)[4], const uint32_t (&high)[4],
+                                const uint32_t (&low)[4]) {
+        multiply_block(sum, *reinterpret_cast<const uint4*>(from[of][0] + block * 64),
+                       *reinterpret_cast<const uint4*>(from[of][1] + block * 64), high, low);
+      };
+      if constexpr (kOne) {
+        static_assert(NT == 1 && kChainBlocks == 8);
+        uint32_t high[4], low[4];
+        const float own = OwnColumns::of(x + (block0 + g) * 32 + 8 * t, g < n).split(high, low);
+        wait();
+        float kept[2][4];  // lane t: of blocks 2t and 2t + 1, rows g, then rows g + 8
+#pragma unroll
+        for (int block = 0; block < kChainBlocks; ++block)
+          if (block < n) {
+#pragma unroll
+            for (int of = 0; of < 2; ++of) {
+              if (of == 1 && !two) break;
+              float sum[4];
+              multiply(of, block, sum, high, low);
+              if (t == block / 2) kept[of][block % 2] = sum[block % 2], kept[of][block % 2 + 2] = sum[block % 2 + 2];
+            }
+          }
+#pragma unroll
+        for (int block = 0; block < kChainBlocks; ++block)
+          if (block < n) {
+            const float scale = __shfl_sync(0xFFFFFFFFu, own, 4 * block);
+#pragma unroll
+            for (int of = 0; of < 2; ++of) {
+              if (of == 1 && !two) break;
+#pragma unroll
+              for (int r = 0; r < 2; ++r)
+                acc[of][0][2 * r] = fmaf(__shfl_sync(0xFFFFFFFFu, kept[of][block % 2 + 2 * r], 4 * g + block / 2),
+                                         scale, acc[of][0][2 * r]);
+            }
+          }
+      } else {
+        const float* const x_from = x + g * x_stride + block0 * 32 + 8 * t;
+        const auto columns = [&](int j, int block) {
+          return OwnColumns::of(x_from + 8 * j * x_stride + block * 32, block < n && 8 * j + g < T);
+        };
+        OwnColumns next[NT];
+#pragma unroll
+        for (int j = 0; j < NT; ++j) next[j] = columns(j, 0);
+        wait();
+#pragma unroll 2
+        for (int block = 0; block < n; ++block) {
+          uint32_t high[NT][4], low[NT][4];
+          float2 scale[NT];
+#pragma unroll
+          for (int j = 0; j < NT; ++j) {
+            const float own = next[j].split(high[j], low[j]);
+            next[j] = columns(j, block + 1);
+            scale[j] = make_float2(__shfl_sync(0xFFFFFFFFu, own, 8 * t), __shfl_sync(0xFFFFFFFFu, own, 8 * t + 4));
+          }
+#pragma unroll
+          for (int of = 0; of < 2; ++of) {
+            if (of == 1 && !two) break;
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+              float sum[4];
+              multiply(of, block, sum, high[j], low[j]);
+#pragma unroll
+              for (int c = 0; c < 4; ++c) acc[of][j][c] = fmaf(sum[c], c % 2 ? scale[j].y : scale[j].x, acc[of][j][c]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int of = 0; of < 2; ++of) {
+        if (of == 1 && !two) break;
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+          float2* to = reinterpret_cast<float2*>(part + (((tile + of * step) * chains + chain) * NT + j) * 128) + lane;
+          to[0] = make_float2(acc[of][j][0], acc[of][j][1]);
+          to[32] = make_float2(acc[of][j][2], acc[of][j][3]);
+        }
+      }
+    }
+  }
+  __syncthreads();
+  for (int o = static_cast<int>(threadIdx.x); o < rows * T; o += kStreamThreads) {
+    const int row = o / T, token = o % T;
+    const float* from = part + ((row / 16 * chains) * NT + token / 8) * 128 + row % 16 * 8 + token % 8;
+    float v = from[0];
+#pragma unroll 4
+    for (int c = 1; c < chains; ++c) v = v + from[c * (NT * 128)];
+    store(p, first + row, token, v);
   }
 }
 
@@ -292,6 +446,22 @@ __global__ void __launch_bounds__(kTileThreads, 3) tile_halves(const __half* w, 
       }
 }
 
+// How held_halves would have a product, `blocks` 0: not at all. Whole tiles where that leaves most multiprocessors
+// their part; else a few are left to the kernel before, which may hold eight by itself.
+constexpr int kHeldStatic = 1024;
+HeldShape held_shape(const Device& device, const HalfArgs& p) {
+  if (!hopper_kernels() || p.rank != p.rows || p.T > kMostUnsplit) return {};
+  const int64_t many = device.multiprocessors(), each = (p.rows + many - 1) / many, whole = (each + 15) / 16 * 16;
+  HeldShape s{};
+  s.blocks = whole * 8 <= each * 9 ? (p.rows + whole - 1) / whole : std::max<int64_t>(1, many - 8);
+  s.rows = static_cast<int>((p.rows + s.blocks - 1) / s.blocks);
+  s.tiles = (s.rows + 15) / 16;
+  s.pitch = p.blocks * 64 + (p.blocks % 2 == 0 ? 64 : 0);
+  const int64_t chains = (p.blocks + kChainBlocks - 1) / kChainBlocks;
+  s.bytes = static_cast<int64_t>(s.rows) * s.pitch + s.tiles * chains * (p.T <= 8 ? 512 : 1024);
+  return s.tiles <= kMostHeldTiles && s.bytes + kHeldStatic <= device.block_shared() ? s : HeldShape{};
+}
+
 }  // namespace
 
 bool halves_do(const Segment& w, const LinearArgs& args) {
@@ -329,6 +499,19 @@ void linear_halves(const Device& device, const Segment& w, Tensor x, const HalfA
       launch_kernel(device.stream(), static_cast<unsigned>((tiles + at_once - 1) / at_once), kStreamThreads, 0, kernel,
                     data, x.data, x.stride, split, p);
     };
+    if (const HeldShape shape = held_shape(device, p); shape.blocks > 0) {
+      const auto run_held = [&](auto kernel) {
+        DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      static_cast<int>(device.block_shared() - kHeldStatic)));
+        launch_kernel(device.stream(), static_cast<unsigned>(shape.blocks), kStreamThreads,
+                      static_cast<size_t>(shape.bytes), kernel, data, x.data, x.stride, p, shape);
+      };
+      a.T == 1   ? run_held(held_halves<1, true>)
+      : a.T <= 8 ? run_held(held_halves<1, false>)
+                 : run_held(held_halves<2, false>);
+      DS4_CUDA(cudaGetLastError());
+      return;
+    }
     a.T <= 8 ? run(stream_halves<1>) : a.T <= 16 ? run(stream_halves<2>) : run(stream_halves<4>);
     DS4_CUDA(cudaGetLastError());
     return;

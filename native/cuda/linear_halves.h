@@ -21,7 +21,7 @@ struct HalfActivations {
 };
 
 constexpr int64_t kLeastRows = 2048;  // of W
-constexpr int64_t kMostUnsplit = 8;   // rows of x; more of them are to be split before
+constexpr int64_t kMostUnsplit = 16;  // rows of x; more of them are to be split before
 
 // Whether linear_halves does it; `args` as for linear_floats.
 bool halves_do(const Segment& w, const LinearArgs& args);

@@ -326,29 +326,52 @@ void Layers::attention_out(const LayerWeights& w, Activations& a) {
 void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
                        Activations& a) {
   const Tensor rope = ratio == 0 ? a.rope : a.rope_far;
+  const bool selected = ratio == 4 && chooses(rows);
+  Selection selection;
   // A token sees the row that it closes, so rows are compressed first.
   if (rows.size() <= kInOrder) {
-    if (ratio != 0) compressor(w, ratio, a);
+    // Products one after the other, what needs little of the device beside them.
+    if (ratio != 0) {
+      compressor(w, ratio, a);
+      ops_->beside(kKeyLane, [&] { compress_rows(w, at, ratio, rows, a); });
+    }
+    if (ratio == 4)
+      ops_->beside(kRowLane, [&] {
+        compress_index(w, at, rows, a);
+        if (selected) index_weights(w, a);
+      });
     ops_->linear(*w.kv, a.x, nullptr, nullptr, a.kv);
-    low_queries(w, a);
     ops_->beside(kKeyLane, [&] { finish_keys(w, rope, a.kv); });
-    if (ratio != 0) ops_->beside(kRowLane, [&] { compress(w, at, ratio, rows, a); });
+    low_queries(w, a);
+    if (selected) {
+      ops_->linear(*w.index_q, a.q_low, nullptr, nullptr, a.index_q);
+      ops_->beside(kRowLane, [&] {
+        finish_index_queries(rope, a);
+        selection = select(at, rows, a);
+      });
+    }
+    high_queries(w, rope, a);
+    ops_->join();
   } else {
     ops_->beside(kKeyLane, [&] { keys(w, a.x, rope, a.kv); });
     if (ratio != 0)
       ops_->beside(kRowLane, [&] {
         compressor(w, ratio, a);
-        compress(w, at, ratio, rows, a);
+        compress_rows(w, at, ratio, rows, a);
+        if (ratio == 4) compress_index(w, at, rows, a);
       });
     low_queries(w, a);
+    if (selected)
+      ops_->beside(kKeyLane, [&] {
+        ops_->linear(*w.index_q, a.q_low, nullptr, nullptr, a.index_q);
+        finish_index_queries(rope, a);
+        index_weights(w, a);
+      });
+    high_queries(w, rope, a);
+    ops_->join();
+    if (selected) selection = select(at, rows, a);
   }
-  const bool selected = ratio == 4 && chooses(rows);
-  if (selected) ops_->beside(kKeyLane, [&] { index_queries(w, rope, a); });
-  high_queries(w, rope, a);
-  ops_->join();
 
-  Selection selection;
-  if (selected) selection = select(at, rows, a);
   latent_->latent_attention_rope(a.q, a.kv, rows, attend_args(w, at, ratio), selected ? &selection : nullptr, rope,
                                  a.attended);
   ops_->beside(kKeyLane, [&] { latent_->ring_store(a.kv, rows, at.window); });
@@ -360,11 +383,10 @@ void Layers::compressor(const LayerWeights& w, int64_t ratio, Activations& a) {
                a.compressor.columns(0, own_columns(ratio) + index_columns(ratio)));
 }
 
-void Layers::compress(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
-                      Activations& a) {
+void Layers::compress_rows(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
+                           Activations& a) {
   const Shape& s = shape_;
-  const int64_t own = own_columns(ratio);
-  latent_->compress(a.compressor.columns(0, own), rows,
+  latent_->compress(a.compressor.columns(0, own_columns(ratio)), rows,
                     {.ring = at.ring,
                      .rows = at.rows,
                      .bias = w.compressor_bias.get(),
@@ -374,8 +396,12 @@ void Layers::compress(const LayerWeights& w, const LayerState& at, int64_t ratio
                      .dim = s.head_dim,
                      .eps = s.norm_eps,
                      .rounding = s.rounding ? RowRounding::Fp8 : RowRounding::None});
-  if (ratio != 4) return;
-  latent_->compress(a.compressor.columns(own, index_columns(ratio)), rows,
+}
+
+void Layers::compress_index(const LayerWeights& w, const LayerState& at, std::span<const RowRef> rows, Activations& a) {
+  const Shape& s = shape_;
+  const int64_t ratio = 4;
+  latent_->compress(a.compressor.columns(own_columns(ratio), index_columns(ratio)), rows,
                     {.ring = at.index_ring,
                      .rows = at.index_rows,
                      .bias = w.index_bias.get(),
@@ -392,11 +418,14 @@ bool Layers::chooses(std::span<const RowRef> rows) const {
   return (ops_->horizon(rows) + 1) / 4 > shape_.index_top_k;
 }
 
-void Layers::index_queries(const LayerWeights& w, const Tensor& rope, Activations& a) {
-  const Shape& s = shape_;
-  ops_->linear(*w.index_q, a.q_low, nullptr, nullptr, a.index_q);  // [T, index heads * index dim]
-  latent_->index_query(a.index_q, rope, s.index_heads, s.rounding ? RowRounding::HadamardFp4 : RowRounding::None);
-  // The trained weights carry 1 / sqrt(index heads * index dim), which changes no order.
+// index_q: [T, index heads * index dim].
+void Layers::finish_index_queries(const Tensor& rope, Activations& a) {
+  latent_->index_query(a.index_q, rope, shape_.index_heads,
+                       shape_.rounding ? RowRounding::HadamardFp4 : RowRounding::None);
+}
+
+// The trained weights carry 1 / sqrt(index heads * index dim), which changes no order.
+void Layers::index_weights(const LayerWeights& w, Activations& a) {
   ops_->linear(*w.index_weight, a.x, nullptr, nullptr, a.index_weight);
 }
 

@@ -152,12 +152,15 @@ class Layers {
   int64_t own_columns(int64_t ratio) const { return 2 * shape_.lanes(ratio) * shape_.head_dim; }
   int64_t index_columns(int64_t ratio) const { return ratio == 4 ? 4 * shape_.index_dim : 0; }
   void compressor(const LayerWeights& w, int64_t ratio, Activations& a);  // a.compressor of a.x
-  void compress(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
-                Activations& a);
+  void compress_rows(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
+                     Activations& a);
+  void compress_index(const LayerWeights& w, const LayerState& at, std::span<const RowRef> rows,
+                      Activations& a);                                           // of layers of ratio 4
   void low_queries(const LayerWeights& w, Activations& a);                       // a.q_low of a.x
   void high_queries(const LayerWeights& w, const Tensor& rope, Activations& a);  // a.q of a.q_low
   bool chooses(std::span<const RowRef> rows) const;
-  void index_queries(const LayerWeights& w, const Tensor& rope, Activations& a);
+  void finish_index_queries(const Tensor& rope, Activations& a);
+  void index_weights(const LayerWeights& w, Activations& a);
   Selection select(const LayerState& at, std::span<const RowRef> rows, const Activations& a);
   void experts(const LayerWeights& w, std::span<const int32_t> ids, Activations& a);
 

@@ -270,8 +270,11 @@ struct LatentRun {
 LatentRun run_latent(Ops& ops, int64_t ratio, int64_t chunk, int64_t total, RowRounding rounding, uint64_t seed,
                      bool wide = false) {
   Random random(seed);
-  const int64_t dim = wide ? 512 : 128, heads = wide ? 20 : 6, window = wide ? 128 : 16, index_heads = 32,
-                index_dim = 128, k = 8, sessions = 2;
+  const int64_t dim = wide ? 512 : 128,
+                heads = !wide        ? 6
+                        : ratio == 4 ? 36
+                                     : 20,
+                window = wide ? 128 : 16, index_heads = 32, index_dim = 128, k = 8, sessions = 2;
   const int64_t lanes = ratio == 4 ? 2 : 1, half = lanes * dim;
   const std::vector<StateSpec> specs = {{.name = "window",
                                          .kind = StateKind::Ring,

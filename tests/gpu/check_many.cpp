@@ -7,6 +7,41 @@
 namespace ds4::gpu {
 namespace {
 
+// Tall matrices of F16: a step of few rows holds its part of the matrix in shared memory, of more streams it, of many
+// goes through tiles; whole tiles of rows for a block of threads and parts of them, chains that are not whole.
+void check_halves(Ops& ops, Results& r, Random& random) {
+  const int64_t T = 77;
+  for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{2560, 4096}, {8192, 1024}, {4099, 2080}, {2048, 32}}) {
+    ops.reset_scratch();
+    const auto bytes = random.matrix(DType::F16, rows, cols, 0.05f);
+    const auto w = ops.load(std::vector<MatrixView>{{bytes.data(), rows, cols, DType::F16}}, WeightUse::Linear);
+    const auto bias = random.floats(rows), start = random.floats(T * rows);
+    const auto b = ops.load(std::vector<MatrixView>{{bias.data(), 1, rows, DType::F32}}, WeightUse::Linear);
+    const Tensor x = upload(ops, random.floats(T * cols), T, cols);
+    for (const int kind : {0, 1, 2}) {
+      const auto product = [&](int64_t group) {
+        const Tensor y = kind == 1 ? upload(ops, start, T, rows) : poisoned(ops, T, rows);
+        for (int64_t t = 0; t < T; t += group) {
+          const int64_t n = std::min(group, T - t);
+          if (kind == 1)
+            ops.linear_add(*w, x.rows(t, n), y.rows(t, n));
+          else
+            ops.linear(*w, x.rows(t, n), nullptr, kind == 2 ? b.get() : nullptr, y.rows(t, n));
+        }
+        return download(ops, y);
+      };
+      const auto all = product(T);
+      for (const int64_t group : {1, 3, 8, 9, 16, 31})
+        r.equal(product(group), all,
+                "F16 " + std::to_string(rows) + "x" + std::to_string(cols) +
+                    (kind == 1   ? " added"
+                     : kind == 2 ? " with bias"
+                                 : "") +
+                    " in groups of " + std::to_string(group));
+    }
+  }
+}
+
 // Dense products of more rows than the kernels for few take: every shape of a block of threads (wide_blocks.h), rows
 // and tokens that do not fill it, chains that do not divide; other formats in the kernel without warp groups.
 void check_dense(Ops& ops, Results& r, Random& random) {
@@ -113,6 +148,7 @@ void check_experts(Ops& ops, Results& r, Random& random) {
 void check_many(Ops& ops, Results& r, uint64_t seed) {
   Random random(seed + 10);
   check_dense(ops, r, random);
+  check_halves(ops, r, random);
   check_experts(ops, r, random);
 }
 
