@@ -10,132 +10,114 @@
 namespace ds4::cuda {
 namespace {
 
-constexpr size_t kPiece = size_t{8} << 20;
+constexpr size_t kPiece = size_t{4} << 20;
 constexpr size_t kBehind = 64;
-constexpr size_t kMostThreads = 12;
-
-// Pieces that were filled and pieces whose work was launched, and the first error on either side.
-class Progress {
- public:
-  explicit Progress(size_t pieces) : filled_(pieces) {}
-
-  void fill(size_t piece) {
-    filled_[piece] = 1;
-    filled_[piece].notify_all();
-  }
-  void launch(size_t piece) {
-    launched_ = piece + 1;
-    launched_.notify_all();
-  }
-  // Whether it came to that, and not to an error.
-  bool wait_filled(size_t piece) {
-    filled_[piece].wait(0);
-    return !failed_;
-  }
-  bool wait_launched(size_t piece) {
-    for (size_t n = launched_; n <= piece; n = launched_) launched_.wait(n);
-    return !failed_;
-  }
-  void fail(std::exception_ptr error) {
-    {
-      const std::scoped_lock lock(mutex_);
-      if (!error_) error_ = std::move(error);
-    }
-    failed_ = true;
-    for (size_t i = 0; i < filled_.size(); ++i) fill(i);
-    launch(filled_.size());
-  }
-  void rethrow() {
-    if (failed_) std::rethrow_exception(error_);
-  }
-
- private:
-  std::vector<std::atomic<int>> filled_;
-  std::atomic<size_t> launched_ = 0;
-  std::atomic<bool> failed_ = false;
-  std::mutex mutex_;
-  std::exception_ptr error_;
-};
+constexpr size_t kMostReaders = 12;
 
 size_t threads_here() {
-  return std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kMostThreads);
+  return std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kMostReaders);
 }
 
 }  // namespace
 
-Staging::Staging(const Device& device) : device_(device) {
-  device.enter();
-  DS4_CUDA(cudaStreamCreateWithFlags(&bus_, cudaStreamNonBlocking));
-}
+struct Staging::Cut {
+  size_t part, first;
+  std::span<const std::byte> bytes;
+};
 
-Staging::~Staging() {
-  cudaStreamSynchronize(bus_);
-  cudaStreamDestroy(bus_);
-}
-
-void Staging::make_lanes(size_t count, size_t bytes) {
-  if (lanes_.size() < count) lanes_.resize(count);
-  for (size_t i = 0; i < count; ++i) {
-    if (!lanes_[i]) lanes_[i] = std::make_unique<Lane>();
-    Lane& lane = *lanes_[i];
-    if (lane.host.bytes() >= bytes + kBehind) continue;
-    lane.done.wait();
-    lane.host = PinnedBuffer(bytes + kBehind);
-    lane.device = DeviceBuffer(device_, bytes + kBehind, DeviceBuffer::Lasting);
+class Staging::Reader {
+ public:
+  explicit Reader(const Device& device) : device_(device) {
+    DS4_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   }
-}
+  ~Reader() {
+    cudaStreamSynchronize(stream_);
+    cudaStreamDestroy(stream_);
+  }
+  Reader(const Reader&) = delete;
+  Reader& operator=(const Reader&) = delete;
 
-void Staging::stream(std::span<const std::byte> from, size_t unit, const Use& use) {
-  require(unit > 0 && from.size() % unit == 0, "a stream of broken units");
-  if (from.empty()) return;
-  device_.enter();
-  const size_t piece = std::max<size_t>(1, kPiece / unit) * unit, pieces = (from.size() + piece - 1) / piece;
-  const size_t threads = std::min(threads_here(), pieces), lanes = std::min(pieces, threads + 2);
-  make_lanes(lanes, std::min(piece, from.size()));
-  const auto part = [&](size_t p) { return from.subspan(p * piece, std::min(piece, from.size() - p * piece)); };
-  Progress progress(pieces);
-
-  const auto fill = [&](size_t p) {
-    Lane& lane = *lanes_[p % lanes];
-    if (p >= lanes && !progress.wait_launched(p - lanes)) return false;
+  void make_lanes(size_t bytes) {
+    if (lanes_[0].host.bytes() >= bytes + kBehind) return;
+    DS4_CUDA(cudaStreamSynchronize(stream_));
+    for (Lane& lane : lanes_) {
+      lane.host = PinnedBuffer(bytes + kBehind);
+      lane.device = DeviceBuffer(device_, bytes + kBehind, DeviceBuffer::Lasting);
+    }
+  }
+  void begin(const Event& before) { before.hold(stream_); }
+  void pass(const Cut& cut, const Use& use) {
+    Lane& lane = lanes_[std::exchange(next_, 1 - next_)];
     lane.done.wait();
-    std::memcpy(lane.host.data(), part(p).data(), part(p).size());
-    progress.fill(p);
-    return true;
+    std::memcpy(lane.host.data(), cut.bytes.data(), cut.bytes.size());
+    DS4_CUDA(cudaMemcpyAsync(lane.device.as(), lane.host.data(), cut.bytes.size(), cudaMemcpyHostToDevice, stream_));
+    use({cut.part, cut.first, cut.bytes.size(), lane.device.as<const uint8_t>(), stream_});
+    lane.done.record(stream_);
+  }
+  void end(cudaStream_t after) {
+    finished_.record(stream_);
+    finished_.hold(after);
+  }
+
+ private:
+  struct Lane {
+    PinnedBuffer host;
+    DeviceBuffer device;
+    Event done;
   };
-  const auto reader = [&](size_t first) {
+  const Device& device_;
+  cudaStream_t stream_ = nullptr;
+  Lane lanes_[2];
+  size_t next_ = 0;
+  Event finished_;
+};
+
+Staging::Staging(const Device& device) : device_(device) {}
+
+Staging::~Staging() = default;
+
+void Staging::stream(std::span<const Part> parts, const Use& use) {
+  std::vector<Cut> cuts;
+  size_t largest = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const auto& [bytes, unit] = parts[i];
+    require(unit > 0 && bytes.size() % unit == 0, "a stream of broken units");
+    const size_t most = std::max<size_t>(1, kPiece / unit) * unit;
+    for (size_t first = 0; first < bytes.size(); first += most) {
+      cuts.push_back({i, first, bytes.subspan(first, std::min(most, bytes.size() - first))});
+      largest = std::max(largest, cuts.back().bytes.size());
+    }
+  }
+  if (cuts.empty()) return;
+  device_.enter();
+  const size_t count = std::min(threads_here(), cuts.size());
+  while (readers_.size() < count) readers_.push_back(std::make_unique<Reader>(device_));
+  before_.record(device_.stream());
+  for (size_t r = 0; r < count; ++r) {
+    readers_[r]->make_lanes(largest);
+    readers_[r]->begin(before_);
+  }
+
+  std::atomic<size_t> next = 0;
+  std::mutex mutex;
+  std::exception_ptr error;
+  const auto read = [&](Reader& reader) {
     try {
       device_.enter();
-      for (size_t p = first; p < pieces; p += threads)
-        if (!fill(p)) return;
+      for (size_t c = next++; c < cuts.size(); c = next++) reader.pass(cuts[c], use);
     } catch (...) {
-      progress.fail(std::current_exception());
+      const std::scoped_lock lock(mutex);
+      if (!error) error = std::current_exception();
+      next = cuts.size();
     }
   };
-  const auto launch = [&](size_t p) {
-    Lane& lane = *lanes_[p % lanes];
-    DS4_CUDA(cudaMemcpyAsync(lane.device.as(), lane.host.data(), part(p).size(), cudaMemcpyHostToDevice, bus_));
-    lane.arrived.record(bus_);
-    lane.arrived.hold(device_.stream());
-    use(lane.device.as<const uint8_t>(), p * piece, part(p).size());
-    lane.done.record(device_.stream());
-    progress.launch(p);
-  };
-
-  if (pieces == 1) {
-    fill(0);
-    launch(0);
-    return;
+  {
+    std::vector<std::jthread> others;
+    for (size_t r = 1; r < count; ++r) others.emplace_back(read, std::ref(*readers_[r]));
+    read(*readers_[0]);
   }
-  std::vector<std::jthread> pool;
-  try {
-    for (size_t t = 0; t < threads; ++t) pool.emplace_back(reader, t);
-    for (size_t p = 0; p < pieces && progress.wait_filled(p); ++p) launch(p);
-  } catch (...) {
-    progress.fail(std::current_exception());
-  }
-  pool.clear();
-  progress.rethrow();
+  if (error) std::rethrow_exception(error);
+  for (size_t r = 0; r < count; ++r) readers_[r]->end(device_.stream());
 }
 
 }  // namespace ds4::cuda

@@ -1,9 +1,9 @@
 // The way of a mapped file's bytes to the device:
 //
-//   page cache ──▶ page-locked lanes, by several threads ──▶ copies of the lanes on the device, in order ──▶ kernels
+//   page cache ──▶ page-locked lanes ──▶ copies of the lanes on the device ──▶ kernels
 //
-// One thread reads a mapped file at a fraction of what the bus takes, so each lane is filled by a thread of its own
-// while the pieces before it are on the bus.
+// One thread reads a mapped file at a fraction of what the bus takes, so several do, each with lanes and a stream of
+// its own: while a lane is on the bus, its reader fills the next one.
 #pragma once
 
 #include <functional>
@@ -22,23 +22,31 @@ class Staging {
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
-  // Called with (copy on the device, offset of the piece, bytes); 16 bytes behind the piece may be read. Its launches
-  // on the device's stream are all that may use the copy.
-  using Use = std::function<void(const uint8_t* piece, size_t first, size_t bytes)>;
-  // Consecutive pieces of whole units, in order. `from` is not read after the call.
-  void stream(std::span<const std::byte> from, size_t unit, const Use& use);
+  // Bytes of the file that are cut at multiples of `unit` only.
+  struct Part {
+    std::span<const std::byte> bytes;
+    size_t unit = 1;
+  };
+  struct Piece {
+    size_t part;   // index of the part that it belongs to
+    size_t first;  // its offset there, in bytes
+    size_t bytes;
+    const uint8_t* data;  // the copy on the device; 16 bytes behind it may be read
+    cudaStream_t stream;  // where all that uses the copy has to be launched
+  };
+  // Called once for every piece, in any order and by several threads at a time.
+  using Use = std::function<void(const Piece& piece)>;
+  // The pieces' work comes after what the device's stream has, and before what it gets after the call. The parts are
+  // not read after the call. Throws the first error of any thread.
+  void stream(std::span<const Part> parts, const Use& use);
 
  private:
-  struct Lane {
-    PinnedBuffer host;
-    DeviceBuffer device;
-    Event arrived, done;
-  };
-  void make_lanes(size_t count, size_t bytes);
+  class Reader;
+  struct Cut;
 
   const Device& device_;
-  cudaStream_t bus_ = nullptr;  // copies go on while pieces before them are worked on
-  std::vector<std::unique_ptr<Lane>> lanes_;
+  Event before_;
+  std::vector<std::unique_ptr<Reader>> readers_;
 };
 
 }  // namespace ds4::cuda

@@ -430,59 +430,72 @@ std::unique_ptr<CudaWeight> Uploader::load(std::span<const MatrixView> parts, bo
 
   row = 0;
   size_t segment = 0;
+  std::vector<Destination> to;
   for (size_t i = 0; i < parts.size(); ++i) {
     while (row >= w->segments[segment].first_row + w->segments[segment].rows) ++segment;
     const Segment& s = w->segments[segment];
     const int64_t in = row - s.first_row;
     if (!interleave)
-      fill(parts[i], s, in, 1, -1);
+      to.push_back({&s, in, 1, -1});
     else if (s.stride)
-      fill(parts[i], s, i % 2 == 0 ? in : in - parts[i].rows + 1, 2, -1);
+      to.push_back({&s, i % 2 == 0 ? in : in - parts[i].rows + 1, 2, -1});
     else
-      fill(parts[i], s, static_cast<int64_t>(i / 2), 1, static_cast<int>(i % 2));
+      to.push_back({&s, static_cast<int64_t>(i / 2), 1, static_cast<int>(i % 2)});
     row += parts[i].rows;
   }
+  if (synthetic_)
+    for (size_t i = 0; i < parts.size(); ++i) draw(parts[i], to[i]);
+  else
+    read(parts, to);
   return w;
 }
 
-void Uploader::fill(const MatrixView& part, const Segment& to, int64_t first, int64_t step, int half) {
-  const size_t each = row_bytes(part.type, part.cols);
-  const auto arrange = [&](const uint8_t* staged, int64_t r, int64_t n) {
-    const bool blocks = with_block_format(part.type, [&](auto type) {
-      const Target target{half < 0 ? first + r : r, half < 0 ? 0 : first, to.slab_rows, to.tiles_m, to.tiles_k, half};
-      const auto plane = [](const uint8_t* p) { return const_cast<uint8_t*>(p); };
-      repack<type.value><<<blocks_of(n * to.tiles_k * 4, 128), 128, 0, device_.stream()>>>(
-          staged, n, part.cols / 32, target, plane(to.planes.q), plane(to.planes.h), plane(to.planes.s),
-          plane(to.planes.d));
-    });
-    if (!blocks) {
-      const int64_t total = n * part.cols;
-      if (block_bytes(part.type) == 2)
-        copy_rows<<<blocks_of(total), 256, 0, device_.stream()>>>(reinterpret_cast<const uint16_t*>(staged), n,
-                                                                  part.cols, first + r * step, step, to.stride,
-                                                                  to.memory.as<uint16_t>());
-      else
-        copy_rows<<<blocks_of(total), 256, 0, device_.stream()>>>(reinterpret_cast<const float*>(staged), n, part.cols,
-                                                                  first + r * step, step, to.stride,
-                                                                  to.memory.as<float>());
-    }
-    DS4_CUDA(cudaGetLastError());
-  };
-  if (synthetic_) {
-    // Random rows come a piece at a time too: a whole matrix of experts would take twice its memory.
-    const int64_t most = std::max<int64_t>(1, static_cast<int64_t>((size_t{16} << 20) / each));
-    const DeviceBuffer drawn(device_, static_cast<size_t>(std::min(most, part.rows)) * each + 64, DeviceBuffer::Pooled);
-    for (int64_t r = 0; r < part.rows; r += most) {
-      const int64_t n = std::min(most, part.rows - r);
-      fill_random(part.type, drawn.as<uint8_t>(), n, part.cols, seed_++, device_.stream());
-      arrange(drawn.as<const uint8_t>(), r, n);
-    }
-    return;
+void Uploader::read(std::span<const MatrixView> parts, std::span<const Destination> to) {
+  std::vector<Staging::Part> files;
+  for (const MatrixView& p : parts) {
+    const size_t each = row_bytes(p.type, p.cols);
+    files.push_back({{static_cast<const std::byte*>(p.data), static_cast<size_t>(p.rows) * each}, each});
   }
-  const std::span file(static_cast<const std::byte*>(part.data), static_cast<size_t>(part.rows) * each);
-  staging_.stream(file, each, [&](const uint8_t* staged, size_t at, size_t bytes) {
-    arrange(staged, static_cast<int64_t>(at / each), static_cast<int64_t>(bytes / each));
+  staging_.stream(files, [&](const Staging::Piece& piece) {
+    const auto each = static_cast<int64_t>(files[piece.part].unit);
+    arrange(parts[piece.part], to[piece.part], piece.data, static_cast<int64_t>(piece.first) / each,
+            static_cast<int64_t>(piece.bytes) / each, piece.stream);
   });
+}
+
+void Uploader::draw(const MatrixView& part, const Destination& to) {
+  // Random rows come a piece at a time too: a whole matrix of experts would take twice its memory.
+  const size_t each = row_bytes(part.type, part.cols);
+  const int64_t most = std::max<int64_t>(1, static_cast<int64_t>((size_t{16} << 20) / each));
+  const DeviceBuffer drawn(device_, static_cast<size_t>(std::min(most, part.rows)) * each + 64, DeviceBuffer::Pooled);
+  for (int64_t r = 0; r < part.rows; r += most) {
+    const int64_t n = std::min(most, part.rows - r);
+    fill_random(part.type, drawn.as<uint8_t>(), n, part.cols, seed_++, device_.stream());
+    arrange(part, to, drawn.as<const uint8_t>(), r, n, device_.stream());
+  }
+}
+
+void Uploader::arrange(const MatrixView& part, const Destination& destination, const uint8_t* rows, int64_t r,
+                       int64_t n, cudaStream_t stream) {
+  const auto& [segment, first, step, half] = destination;
+  const Segment& to = *segment;
+  const bool blocks = with_block_format(part.type, [&](auto type) {
+    const Target target{half < 0 ? first + r : r, half < 0 ? 0 : first, to.slab_rows, to.tiles_m, to.tiles_k, half};
+    const auto plane = [](const uint8_t* p) { return const_cast<uint8_t*>(p); };
+    repack<type.value><<<blocks_of(n * to.tiles_k * 4, 128), 128, 0, stream>>>(rows, n, part.cols / 32, target,
+                                                                               plane(to.planes.q), plane(to.planes.h),
+                                                                               plane(to.planes.s), plane(to.planes.d));
+  });
+  if (!blocks) {
+    const int64_t total = n * part.cols;
+    if (block_bytes(part.type) == 2)
+      copy_rows<<<blocks_of(total), 256, 0, stream>>>(reinterpret_cast<const uint16_t*>(rows), n, part.cols,
+                                                      first + r * step, step, to.stride, to.memory.as<uint16_t>());
+    else
+      copy_rows<<<blocks_of(total), 256, 0, stream>>>(reinterpret_cast<const float*>(rows), n, part.cols,
+                                                      first + r * step, step, to.stride, to.memory.as<float>());
+  }
+  DS4_CUDA(cudaGetLastError());
 }
 
 std::unique_ptr<CudaWeight> Uploader::load_table(const MatrixView& view) {

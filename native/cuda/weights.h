@@ -60,7 +60,18 @@ class Uploader {
   std::unique_ptr<CudaWeight> load_table(const MatrixView& view);
 
  private:
-  void fill(const MatrixView& part, const Segment& to, int64_t first, int64_t step, int half);
+  // Where a matrix' rows go: from row `first` of the segment on, or to every `step`th. `half` >= 0: to the gates (0) or
+  // the ups (1) of slab `first`.
+  struct Destination {
+    const Segment* segment;
+    int64_t first, step;
+    int half;
+  };
+  void read(std::span<const MatrixView> parts, std::span<const Destination> to);
+  void draw(const MatrixView& part, const Destination& to);
+  // Rows [r, r + n) of the part, which stand at `rows` on the device, into the layout.
+  void arrange(const MatrixView& part, const Destination& to, const uint8_t* rows, int64_t r, int64_t n,
+               cudaStream_t stream);
   const Device& device_;
   bool synthetic_;
   DeviceBuffer grid_;

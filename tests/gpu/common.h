@@ -88,10 +88,12 @@ void check_few(Ops& ops, Results& results, uint64_t seed);
 // `some`: few launches, nothing of the reference.
 void check_wide(Ops& ops, Results& results, uint64_t seed, bool some = false);
 void check_many(Ops& ops, Results& results, uint64_t seed);
+void check_uploads(Ops& ops, Results& results, uint64_t seed);
 // Prints what draws cost as well.
 void check_draws(Ops& ops, Results& results, uint64_t seed);
-// Timings of single operations, of experts of each type, of a layer's products at the widths of decoding, then of a
-// whole model of 43 layers with random weights; rows go to `csv`.
+// Timings of the way of weights to the device and each part of it, of single operations, of experts of each type, of a
+// layer's products at the widths of decoding, then of a whole model of 43 layers with random weights; rows go to `csv`.
+void bench_uploads(Ops& cuda, std::FILE* csv);
 void bench_ops(Ops& cuda, std::FILE* csv);
 void bench_experts(Ops& cuda, std::FILE* csv);
 void bench_decode(Ops& cuda, std::FILE* csv);

@@ -1,7 +1,7 @@
 // gpu_check: everything that can only be checked or timed on a GPU, without Python.
 //
-//   gpu_check [ops] [latent] [models] [drafts] [draws] [few] [wide] [many] [bench] [prefill] [decode]
-//             [experts] [model] [--layers N] [--experts TYPE] [--seed S] [--csv FILE]
+//   gpu_check [ops] [latent] [models] [drafts] [draws] [few] [wide] [many] [uploads] [bench] [prefill]
+//             [decode] [experts] [model] [--layers N] [--experts TYPE] [--seed S] [--csv FILE]
 //
 // No part named: all of them. `--experts`: the type of a model's experts (q4_k, mxfp4, q8_0), else IQ2_XXS and Q2_K.
 // Exit status 1 when a check failed.
@@ -73,6 +73,7 @@ int main(int argc, char** argv) {
   part("wide", [&] { check_wide(*ops, results, seed); });
   part("many", [&] { check_many(*ops, results, seed); });
   part("draws", [&] { check_draws(*ops, results, seed); });
+  part("uploads", [&] { check_uploads(*ops, results, seed), bench_uploads(*ops, csv); });
   part("bench", [&] { bench_ops(*make_cuda_ops({.device = 0, .synthetic_weights = true}), csv); });
   part("prefill", [&] { bench_prefill(csv, layers); });
   part("experts", [&] { bench_experts(*make_cuda_ops({.device = 0, .synthetic_weights = true}), csv); });
