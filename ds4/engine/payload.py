@@ -18,6 +18,7 @@ from ds4 import _cpu
 from ds4.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from typing import BinaryIO
 
     import numpy.typing as npt
@@ -28,9 +29,9 @@ _PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the header
 _MAX_HEADER = 1 << 20
 _MAX_NUMBER = 1 << 53
 _CHUNK = 1 << 20
-"""Bytes that are exported or imported at a time. A step of other sessions waits for one of these at most."""
-_TOUCHED = 2 << 20
-"""State that one import may touch: rows of a token lie together, and memory that is touched first is costly."""
+_GROUP = 4 << 20
+"""Bytes of rows, of as many buffers as it takes, that are exported or imported with one call. Steps of other sessions
+come between as the session sees fit: a call for each buffer would wait for a step each."""
 _DRAFT = "draft."
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4}
 _MAX_ROW = 64 << 20
@@ -91,14 +92,36 @@ def _row_bytes(model: _cpu.Model, index: int) -> int:
     return _cpu.row_bytes(dtype, heads * width)
 
 
-def _rows_per_chunk(row_bytes: int) -> int:
-    return max(1, _CHUNK // row_bytes)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows [first, first + count) of the model's buffer `index`; None: of no buffer of the model."""
+
+    index: int | None
+    first: int
+    count: int
+    row_bytes: int
 
 
-def _rows_per_import(model: _cpu.Model, rows: int, n_tokens: int, row_bytes: int) -> int:
-    """Rows of a buffer of `rows` that may be imported at once into a session of `n_tokens` tokens."""
-    touched = model.state_bytes(n_tokens) // max(rows, 1)
-    return min(_rows_per_chunk(row_bytes), max(1, _TOUCHED // max(touched, 1)), max(rows, 1))
+def _groups(parts: Iterable[_Rows]) -> Iterator[tuple[list[_Rows], int]]:
+    """The rows in groups of `_GROUP` bytes or one row, and each group's bytes. A group is of the model or all not."""
+    group: list[_Rows] = []
+    size = 0
+    for part in parts:
+        first, left = part.first, part.count
+        while left:
+            if group and (size + part.row_bytes > _GROUP or (group[0].index is None) != (part.index is None)):
+                yield group, size
+                group, size = [], 0
+            count = min(left, max(1, (_GROUP - size) // part.row_bytes))
+            group.append(_Rows(part.index, first, count, part.row_bytes))
+            size += count * part.row_bytes
+            first, left = first + count, left - count
+    if group:
+        yield group, size
+
+
+def _ranges(group: list[_Rows]) -> list[tuple[int, int, int]]:
+    return [(rows.index, rows.first, rows.count) for rows in group if rows.index is not None]
 
 
 def payload_bytes(model: _cpu.Model, session: _cpu.Session, family: str, fingerprint: str) -> int:
@@ -148,17 +171,14 @@ def write_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerp
     put(tokens.astype("<i4").tobytes())
     if logits is not None:
         put(logits.astype("<f4").tobytes())
-    scratch = bytearray(_CHUNK)
-    for index, buffer in enumerate(header.buffers):
-        row_bytes = _row_bytes(model, index)
-        step = _rows_per_chunk(row_bytes)
-        if step * row_bytes > len(scratch):
-            scratch = bytearray(step * row_bytes)
-        for first in range(0, buffer.rows, step):
-            count = min(step, buffer.rows - first)
-            view = memoryview(scratch)[: count * row_bytes]
-            session.export_rows(index, first, count, view)
-            put(view)
+    scratch = bytearray()
+    rows = (_Rows(i, 0, buffer.rows, _row_bytes(model, i)) for i, buffer in enumerate(header.buffers))
+    for group, size in _groups(rows):
+        if size > len(scratch):
+            scratch = bytearray(size)
+        view = memoryview(scratch)[:size]
+        session.export_rows(_ranges(group), view)
+        put(view)
     return written
 
 
@@ -237,20 +257,13 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
     try:
         session.begin_import(tokens, header.longest)
         scratch = bytearray()
-        for buffer, index, row_bytes in zip(header.buffers, indices, sizes, strict=True):
-            # Version 1 has the rows of a full ring where the ring had them: the oldest one stands at `turn`.
-            turn = header.n_tokens % buffer.rows if version == 1 and buffer.kind == "ring" and buffer.rows else 0
-            at_once = _rows_per_import(model, buffer.rows, header.n_tokens, row_bytes)
-            for start, end, shift in ((0, turn, buffer.rows - turn), (turn, buffer.rows, -turn)):
-                step = max(1, min(at_once, end - start))
-                if step * row_bytes > len(scratch):
-                    scratch = bytearray(step * row_bytes)
-                for first in range(start, end, step):
-                    count = min(step, end - first)
-                    view = memoryview(scratch)[: count * row_bytes]
-                    _read_into(file, view, f"rows of {buffer.name}")
-                    if index is not None:
-                        session.import_rows(index, first + shift, count, view)
+        for group, size in _groups(_stored_rows(version, header, indices, sizes)):
+            if size > len(scratch):
+                scratch = bytearray(size)
+            view = memoryview(scratch)[:size]
+            _read_into(file, view, "rows")
+            if ranges := _ranges(group):
+                session.import_rows(ranges, view)
         session.finish_import(logits)
     except ValueError as e:
         session.clear()
@@ -258,6 +271,15 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
     except BaseException:
         session.clear()
         raise
+
+
+def _stored_rows(version: int, header: PayloadHeader, indices: list[int | None], sizes: list[int]) -> Iterator[_Rows]:
+    """All rows in the order of the file, as the model counts them."""
+    for buffer, index, row_bytes in zip(header.buffers, indices, sizes, strict=True):
+        # Version 1 has the rows of a full ring where the ring had them: the oldest one stands at `turn`.
+        turn = header.n_tokens % buffer.rows if version == 1 and buffer.kind == "ring" and buffer.rows else 0
+        yield _Rows(index, buffer.rows - turn, turn, row_bytes)
+        yield _Rows(index, 0, buffer.rows - turn, row_bytes)
 
 
 def _match(found: tuple[BufferHeader, ...], expected: tuple[BufferHeader, ...]) -> list[int | None]:
@@ -312,7 +334,7 @@ def _read_exactly(file: BinaryIO, size: int, what: str) -> bytes:
 def _read_into(file: BinaryIO, view: memoryview, what: str) -> None:
     done = 0
     while done < len(view):
-        part = file.read(len(view) - done)
+        part = file.read(min(len(view) - done, _CHUNK))
         if not part:
             raise CheckpointError(f"payload is cut in its {what}")
         view[done : done + len(part)] = part

@@ -252,6 +252,14 @@ int64_t buffer_rows(const LoadedModel& m, size_t index, int64_t tokens) {
   return payload_rows(specs[index], tokens);
 }
 
+using RowsTuple = std::tuple<size_t, int64_t, int64_t>;
+
+std::vector<Session::Rows> session_rows(const std::vector<RowsTuple>& which) {
+  std::vector<Session::Rows> out;
+  for (const auto& [index, first, count] : which) out.push_back({index, first, count});
+  return out;
+}
+
 // Waiting for a running step must not stop every Python thread.
 struct DeleteWithoutGil {
   void operator()(Session* s) const {
@@ -514,12 +522,13 @@ void bind_engine(py::module_& m) {
       .def("fork_from", &Session::fork_from, py::arg("other"), py::arg("n_tokens"), NoGil())
       .def(
           "export_rows",
-          [](const Session& s, size_t index, int64_t first, int64_t count, const py::buffer& out) {
+          [](const Session& s, const std::vector<RowsTuple>& which, const py::buffer& out) {
             const py::buffer_info info = out.request(true);
+            const std::vector<Session::Rows> rows = session_rows(which);
             const py::gil_scoped_release release;
-            s.export_rows(index, first, count, byte_span<std::byte>(info));
+            s.export_rows(rows, byte_span<std::byte>(info));
           },
-          py::arg("index"), py::arg("first"), py::arg("count"), py::arg("out"))
+          py::arg("which"), py::arg("out"))
       .def(
           "begin_import",
           [](Session& s, const py::handle& tokens, int64_t longest) {
@@ -530,12 +539,13 @@ void bind_engine(py::module_& m) {
           py::arg("tokens"), py::arg("longest"))
       .def(
           "import_rows",
-          [](Session& s, size_t index, int64_t first, int64_t count, const py::buffer& in) {
+          [](Session& s, const std::vector<RowsTuple>& which, const py::buffer& in) {
             const py::buffer_info info = in.request();
+            const std::vector<Session::Rows> rows = session_rows(which);
             const py::gil_scoped_release release;
-            s.import_rows(index, first, count, byte_span<const std::byte>(info));
+            s.import_rows(rows, byte_span<const std::byte>(info));
           },
-          py::arg("index"), py::arg("first"), py::arg("count"), py::arg("data"))
+          py::arg("which"), py::arg("data"))
       .def(
           "finish_import",
           [](Session& s, const std::optional<py::array_t<float, py::array::c_style>>& logits) {

@@ -14,6 +14,13 @@ namespace {
 // Tokens whose state is given back while the backend is held.
 constexpr int64_t kClearedAtOnce = 1024;
 
+// How long rows are copied before a step may have the backend, and bytes that are copied without a look at the clock.
+constexpr std::chrono::microseconds kHeld{500};
+constexpr size_t kCopiedAtOnce = size_t{256} << 10;
+// State that those may touch where it is in host memory: rows of a token lie together, and what is touched first is
+// costly.
+constexpr size_t kTouchedAtOnce = size_t{2} << 20;
+
 void check_ids(std::span<const int32_t> ids, int64_t vocab) {
   for (size_t i = 0; i < ids.size(); ++i)
     if (ids[i] < 0 || ids[i] >= vocab)
@@ -242,38 +249,81 @@ void ring_pieces(const StateSpec& spec, int64_t rows, int64_t end, int64_t longe
   }
 }
 
-const StateSpec& checked_rows(const Model& model, size_t index, int64_t tokens, int64_t first, int64_t count,
-                              size_t bytes) {
-  const auto& specs = model.state_specs();
-  if (index >= specs.size()) throw Invalid("state buffer " + std::to_string(index) + " does not exist");
-  const int64_t rows = payload_rows(specs[index], tokens);
-  if (first < 0 || count < 0 || first > rows || count > rows - first)
-    throw Invalid("rows " + std::to_string(first) + "+" + std::to_string(count) + " of " + std::to_string(rows));
-  if (bytes != static_cast<size_t>(count) * row_bytes(specs[index].type, specs[index].row_elements()))
-    throw Invalid(std::to_string(bytes) + " bytes for " + std::to_string(count) + " rows of " + specs[index].name);
-  return specs[index];
+const StateSpec& checked_rows(const Model& model, const Session::Rows& rows, int64_t tokens) {
+  const StateSpec& spec = model.state_specs()[rows.index];
+  const int64_t have = payload_rows(spec, tokens);
+  if (rows.first < 0 || rows.first > have || rows.count > have - rows.first)
+    throw Invalid("rows " + std::to_string(rows.first) + "+" + std::to_string(rows.count) + " of " +
+                  std::to_string(have) + " of " + spec.name);
+  return spec;
+}
+
+// Throws Invalid where the rows do not have `bytes` bytes.
+void check_sizes(std::span<const StateSpec> specs, std::span<const Session::Rows> which, size_t bytes) {
+  size_t sum = 0;
+  for (const Session::Rows& rows : which) {
+    if (rows.index >= specs.size()) throw Invalid("state buffer " + std::to_string(rows.index) + " does not exist");
+    const StateSpec& spec = specs[rows.index];
+    const size_t row = row_bytes(spec.type, spec.row_elements());
+    if (rows.count < 0 || static_cast<size_t>(rows.count) > (bytes - sum) / row)
+      throw Invalid(std::to_string(bytes) + " bytes for " + std::to_string(rows.count) + " rows of " + spec.name +
+                    " and what stands before them");
+    sum += static_cast<size_t>(rows.count) * row;
+  }
+  if (sum != bytes) throw Invalid(std::to_string(bytes) + " bytes for rows of " + std::to_string(sum));
 }
 
 }  // namespace
 
-void Session::export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const {
-  model_->backend->give_way();
-  const std::scoped_lock lock(model_->backend->busy);
+template <class Copy>
+void Session::in_turns(std::span<const Rows> which, size_t bytes, bool importing, Copy&& copy) const {
+  const std::span<const StateSpec> specs = model_->model->state_specs();
+  check_sizes(specs, which, bytes);
+  size_t at = 0;
+  int64_t done = 0;  // of the first of those that are left
+  while (!which.empty()) {
+    model_->backend->give_way();
+    const std::scoped_lock lock(model_->backend->busy);
+    const auto until = std::chrono::steady_clock::now() + kHeld;
+    const auto tokens = static_cast<int64_t>((importing ? importing_ : tokens_).size());
+    const size_t all = importing && model_->backend->ops->host_memory() ? payload_bytes(specs, tokens) : 0;
+    do {
+      const auto& [index, first, count] = which.front();
+      const size_t row = row_bytes(specs[index].type, specs[index].row_elements());
+      const size_t touched = all / static_cast<size_t>(std::max<int64_t>(1, payload_rows(specs[index], tokens)));
+      const size_t most =
+          std::max<size_t>(1, std::min(kCopiedAtOnce / row, kTouchedAtOnce / std::max<size_t>(1, touched)));
+      const int64_t n = std::min(count - done, static_cast<int64_t>(most));
+      copy(Rows{index, first + done, n}, at);
+      at += static_cast<size_t>(n) * row;
+      done += n;
+      if (done == count) which = which.subspan(1), done = 0;
+    } while (!which.empty() && std::chrono::steady_clock::now() < until);
+  }
+}
+
+void Session::export_rows(std::span<const Rows> which, std::span<std::byte> out) const {
+  in_turns(which, out.size(), false, [&](const Rows& rows, size_t at) { export_locked(rows, out.subspan(at)); });
+}
+
+void Session::export_locked(const Rows& rows, std::span<std::byte> out) const {
   const auto n = static_cast<int64_t>(tokens_.size());
-  const StateSpec& spec = checked_rows(*model_->model, index, n, first, count, out.size());
+  const StateSpec& spec = checked_rows(*model_->model, rows, n);
+  const size_t row = row_bytes(spec.type, spec.row_elements());
+  out = out.first(static_cast<size_t>(rows.count) * row);
   if (spec.draft && stale_drafts_) {
     std::fill(out.begin(), out.end(), std::byte{});
     return;
   }
-  if (spec.kind != StateKind::Ring) return state_->export_rows(index, first, count, out);
-  const size_t row = row_bytes(spec.type, spec.row_elements());
-  ring_pieces(spec, payload_rows(spec, n), n, seen(spec, n, longest_), first, count,
+  if (spec.kind != StateKind::Ring) return state_->export_rows(rows.index, rows.first, rows.count, out);
+  ring_pieces(spec, payload_rows(spec, n), n, seen(spec, n, longest_), rows.first, rows.count,
               [&](int64_t slot, int64_t at, int64_t some) {
-                const auto part = out.subspan(static_cast<size_t>(at - first) * row, static_cast<size_t>(some) * row);
+                const auto part =
+                    out.subspan(static_cast<size_t>(at - rows.first) * row, static_cast<size_t>(some) * row);
                 if (slot < 0)
                   std::fill(part.begin(), part.end(), std::byte{});
                 else
-                  state_->export_rows(index, slot, some, part);
+                  state_->export_rows(rows.index, slot, some, part);
               });
 }
 
@@ -291,21 +341,24 @@ void Session::begin_import(std::span<const int32_t> ids, int64_t longest) {
   state_->reserve(static_cast<int64_t>(ids.size()));
 }
 
-void Session::import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in) {
-  model_->backend->give_way();
-  const std::scoped_lock lock(model_->backend->busy);
+void Session::import_rows(std::span<const Rows> which, std::span<const std::byte> in) {
+  in_turns(which, in.size(), true, [&](const Rows& rows, size_t at) { import_locked(rows, in.subspan(at)); });
+}
+
+void Session::import_locked(const Rows& rows, std::span<const std::byte> in) {
   const auto n = static_cast<int64_t>(importing_.size());
-  const StateSpec& spec = checked_rows(*model_->model, index, n, first, count, in.size());
+  const StateSpec& spec = checked_rows(*model_->model, rows, n);
   if (!tokens_.empty()) throw Invalid("import into a session that is in use");
   if (spec.draft) clear_stale_drafts();
-  if (spec.kind != StateKind::Ring) return state_->import_rows(index, first, count, in);
   const size_t row = row_bytes(spec.type, spec.row_elements());
-  ring_pieces(spec, payload_rows(spec, n), n, seen(spec, n, longest_), first, count,
+  in = in.first(static_cast<size_t>(rows.count) * row);
+  if (spec.kind != StateKind::Ring) return state_->import_rows(rows.index, rows.first, rows.count, in);
+  ring_pieces(spec, payload_rows(spec, n), n, seen(spec, n, longest_), rows.first, rows.count,
               [&](int64_t slot, int64_t at, int64_t some) {
                 if (slot >= 0)
                   state_->import_rows(
-                      index, slot, some,
-                      in.subspan(static_cast<size_t>(at - first) * row, static_cast<size_t>(some) * row));
+                      rows.index, slot, some,
+                      in.subspan(static_cast<size_t>(at - rows.first) * row, static_cast<size_t>(some) * row));
               });
 }
 

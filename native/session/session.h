@@ -99,14 +99,21 @@ class Session {
   // true. Else nothing is drawn, what was evaluated ahead is forgotten, and the result is false.
   bool advance(int32_t token, Sampler& sampler, int32_t& sampled, SampleLogprobs& logprobs);
 
-  // Persistence, generic over the specs: rows of buffer `index` as the payload stores them. Rows of a ring are counted
-  // from the oldest kept one on, in the order of positions; rows that the ring has lost since are zeros.
-  void export_rows(size_t index, int64_t first, int64_t count, std::span<std::byte> out) const;
+  // Persistence, generic over the specs: rows [first, first + count) of buffer `index` as the payload stores them. Rows
+  // of a ring are counted from the oldest kept one on, in the order of positions; rows that the ring has lost since are
+  // zeros.
+  struct Rows {
+    size_t index;
+    int64_t first, count;
+  };
+  // All of them, one behind the other. The backend is held for about half a millisecond at a time, so that steps of
+  // other sessions come between; nobody else may use this one meanwhile.
+  void export_rows(std::span<const Rows> which, std::span<std::byte> out) const;
   // Replaces the session: `begin_import` clears it and makes room for the tokens; rows follow; `finish_import` makes it
   // valid. Between the two the session counts as empty. Token ids are checked (Invalid), room too (ContextLength).
   // `longest` is the saved session's, at least the number of tokens (else Invalid).
   void begin_import(std::span<const int32_t> ids, int64_t longest);
-  void import_rows(size_t index, int64_t first, int64_t count, std::span<const std::byte> in);
+  void import_rows(std::span<const Rows> which, std::span<const std::byte> in);
   // `logits` is [vocab] or empty.
   void finish_import(std::span<const float> logits);
 
@@ -120,6 +127,11 @@ class Session {
   void forget_locked() noexcept;  // all but the state
   bool can_rewind_locked(int64_t n) const;
   void rewind_locked(int64_t n);
+  // Calls copy(rows, their offset among `bytes` bytes) for parts of `which`, in order and with the backend held.
+  template <class Copy>
+  void in_turns(std::span<const Rows> which, size_t bytes, bool importing, Copy&& copy) const;
+  void export_locked(const Rows& rows, std::span<std::byte> out) const;
+  void import_locked(const Rows& rows, std::span<const std::byte> in);
 
   std::shared_ptr<LoadedModel> model_;
   int64_t ctx_;

@@ -47,7 +47,7 @@ def filled(engine: Engine, tokens: npt.NDArray[np.int32]) -> Session:
     for index, (_, _, _, heads, width, *_) in enumerate(native.state_specs):
         count = native.buffer_rows(index, len(tokens))
         rows = rng.standard_normal((count, heads * width), np.float32)
-        session.native.import_rows(index, 0, count, rows.view(np.uint8).reshape(-1))
+        session.native.import_rows([(index, 0, count)], rows.view(np.uint8).reshape(-1))
     session.native.finish_import(None)
     return session
 

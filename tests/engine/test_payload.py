@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import struct
+import threading
 import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ds4 import _cpu
 from ds4.engine import payload
 from ds4.engine.session import ModelHandle, Session
 from ds4.errors import CheckpointError
@@ -87,6 +89,97 @@ def test_other_bytes_may_surround_the_payload(model: ModelHandle) -> None:
     session = Session(model, CTX)
     session.load(file)
     assert file.read() == b"after" and session.n_tokens == 3
+
+
+class Counting:
+    """A native session that counts the calls that may have to wait for a step of others."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += name in ("export_rows", "import_rows")
+        return getattr(self._native, name)
+
+
+def test_buffers_share_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """96 small buffers are saved and loaded with one call, not one each; larger ones with one for every few MB."""
+    model = open_model(TinyLlama.make(layers=48), "cpu")[0]
+    session, restored = Session(model, CTX), Session(model, CTX)
+    session.sync(random_tokens(60, 21))
+    _, _, dtype, heads, width, *_ = model.native.state_specs[0]
+    row, rows = _cpu.row_bytes(dtype, heads * width), model.native.state_bytes(60)
+    for limit in (payload._GROUP, 100 * row + 1):
+        monkeypatch.setattr(payload, "_GROUP", limit)
+        least, most = -(-rows // limit), rows // (limit - row) + 1
+        file = io.BytesIO()
+        saving = Counting(session.native)
+        payload.write_payload(model.native, saving, model.family, model.fingerprint, file)  # type: ignore[arg-type]
+        file.seek(0)
+        loading = Counting(restored.native)
+        payload.read_payload(model.native, loading, model.family, model.fingerprint, file)  # type: ignore[arg-type]
+        assert least <= saving.calls <= most and least <= loading.calls <= most
+        again = io.BytesIO()
+        restored.save(again)
+        assert again.getvalue() == file.getvalue()
+
+
+def test_saves_and_loads_beside_steps() -> None:
+    """Steps of another session come between the parts of a save and of a load."""
+    model = open_model(TinyLlama.make(layers=48), "cpu")[0]
+    session, other, restored = (Session(model, CTX) for _ in range(3))
+    session.sync(random_tokens(200, 22))
+    alone = io.BytesIO()
+    session.save(alone)
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.is_set():
+            if other.n_tokens == CTX:
+                other.clear()
+            model.native.step([(other.native, [1], None, False)])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for _ in range(3):
+            file = io.BytesIO()
+            session.save(file)
+            file.seek(0)
+            restored.load(file)
+            assert file.getvalue() == alone.getvalue()
+            again = io.BytesIO()
+            restored.save(again)
+            assert again.getvalue() == alone.getvalue()
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    model = open_model(TinyLlama.make(layers=2), "cpu")[0]
+    session = Session(model, CTX)
+    session.sync(random_tokens(10, 23))
+    _, _, dtype, heads, width, *_ = model.native.state_specs[0]
+    row = _cpu.row_bytes(dtype, heads * width)
+    for which, size in (
+        ([(4, 0, 1)], row),
+        ([(0, 0, 11)], 11 * row),
+        ([(0, -1, 2)], 2 * row),
+        ([(0, 11, 0)], 0),
+        ([(0, 0, -1)], 0),
+        ([(0, 0, 1)], row + 1),
+        ([(0, 0, 2), (1, 0, 1)], 2 * row),
+        ([(0, 0, 1), (1, 0, 2**62)], row),
+        ([], 1),
+    ):
+        with pytest.raises(ValueError, match=r"rows|does not exist"):
+            session.native.export_rows(which, bytearray(size))
+    restored = Session(model, CTX)
+    restored.native.begin_import(session.tokens, 10)
+    with pytest.raises(ValueError, match="rows"):
+        restored.native.import_rows([(0, 9, 2)], bytes(2 * row))
 
 
 class Pipe(io.RawIOBase):
