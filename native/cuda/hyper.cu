@@ -1,7 +1,7 @@
-#include <cooperative_groups.h>
-
+#include <type_traits>
 #include <utility>
 
+#include "cuda/async_copies.h"
 #include "cuda/hyper.h"
 #include "cuda/hyper_math.h"
 #include "cuda/moe.h"
@@ -9,20 +9,14 @@
 namespace ds4::cuda {
 namespace {
 
-namespace cg = cooperative_groups;
-
-constexpr int kStreams = 4;
-constexpr int kSlices = 8;  // blocks of threads of a cluster
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define DS4_CLUSTER __cluster_dims__(kSlices, 1, 1)
-#else
-#define DS4_CLUSTER  // the kernel is empty there, and not launched
-#endif
-constexpr int kCoefficients = 2 * kStreams + kStreams * kStreams;
-constexpr int kMostWidth = 7168, kReadyWidth = 4096;
-constexpr int threads_of(int64_t width, int parts) {
-  return static_cast<int>(parts * width / (4 * kSlices) + (parts == 1 ? 32 : 0));
-}
+constexpr int kStreams = 4, kCoefficients = 2 * kStreams + kStreams * kStreams;
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kSlices = 8;       // of the columns of a stream, whose sums are added one after the other
+constexpr int kMostBlocks = 16;  // of a cluster
+constexpr int kMostWidth = 7168, kOftenWidth = kMostBlocks * 2 * kTileCols;
+constexpr int kQuads = 8;    // a tile's sums: three coefficients each; the first one's last is the sum of squares
+constexpr int kToAll = 2;    // of them have what every block needs: the shares of the streams and the squares
+constexpr int kSquares = 3;  // its place in them
 
 // Four neighbouring elements as they are stored, and as floats.
 __device__ __forceinline__ float4 raw_four(const float* p) {
@@ -32,258 +26,248 @@ template <class T>
 __device__ __forceinline__ uint2 raw_four(const T* p) {
   return __ldg(reinterpret_cast<const uint2*>(p));
 }
-__device__ __forceinline__ float4 four_of(const float*, float4 v) {
-  return v;
-}
-__device__ __forceinline__ float4 four_of(const __half*, uint2 v) {
-  return {half_bits(v.x & 0xFFFFu), half_bits(v.x >> 16), half_bits(v.y & 0xFFFFu), half_bits(v.y >> 16)};
-}
-__device__ __forceinline__ float4 four_of(const __nv_bfloat16*, uint2 v) {
-  return {__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xFFFF0000u), __uint_as_float(v.y << 16),
-          __uint_as_float(v.y & 0xFFFF0000u)};
-}
-template <class T>
-__device__ __forceinline__ float4 load_four(const T* p) {
-  return four_of(p, raw_four(p));
+
+// Sum of a float of each tile, kStep floats apart: the tiles of a slice in order, then the slices.
+template <int kStep>
+__device__ __forceinline__ float sum_of_tiles(const float* tile, int of_slice) {
+  float v[kSlices];
+#pragma unroll
+  for (int s = 0; s < kSlices; ++s) v[s] = tile[s * of_slice * kStep];
+#pragma unroll 4
+  for (int w = 1; w < of_slice; ++w)
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) v[s] = v[s] + tile[(s * of_slice + w) * kStep];
+#pragma unroll
+  for (int s = 1; s < kSlices; ++s) v[0] = v[0] + v[s];
+  return v[0];
 }
 
-// Bytes: fn once for each kRows rows (from the cache after the first), streams in and, with kOut, out, `out` once, its
-// addends once for each kParts.
-// Operations: 2 * 25 * 4 H T. A cluster of eight blocks of threads has kRows rows; each has an eighth of the columns of
-// every stream. kParts groups of its threads have these columns, four each thread, and a share of fn's rows; a
-// warp behind the first group does Sinkhorn's algorithm beside it. Sums do not depend on kRows and kParts.
-// kReady: fn waits in registers.
-template <class T, int kRows, int kParts, bool kOut, bool kReady>
-__global__ void DS4_CLUSTER __launch_bounds__(threads_of(kReady ? kReadyWidth : kMostWidth, kParts))
+// Bytes: fn once for each kRows rows (from the cache after the first), streams in and, with `out`, out, `out` once and
+// its addends. Operations: 2 * 25 * 4 H T. A cluster has kRows rows, a block of it kTiles tiles of 128 columns of every
+// stream. First a thread has a column and leaves what the streams are now in shared memory; then groups of warps have
+// all these columns, four each thread, and some of fn's rows, which wait in registers; a warp's sums go to all blocks,
+// or to the one that has the row's mix. Then a warp has a tile of a row, and one a row's mix. Sums do not depend on
+// kTiles, kRows and the number of blocks.
+template <class T, int kTiles, int kRows>
+__global__ void __launch_bounds__(kThreads, kTiles == 2 && kRows == 1 ? 2 : 1)
     mix_and_norm_kernel(const T* fn, int64_t fn_stride, HyperArgs a, const float* gain, float eps, float* streams,
                         int64_t stride, float* out, int64_t out_stride, Addends more, float* mix, int64_t mix_stride,
                         float* y, int64_t y_stride, int64_t n, Activations codes) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  constexpr int kEach = kCoefficients / kParts, kSums = kParts == 1 ? 32 : 8;
-  __shared__ float part[32][kRows][kSums];
-  __shared__ float slice_sum[kRows][32], slice_squares[kRows];
-  __shared__ float coefficient[kRows][32], old_mix[kRows][kStreams + kStreams * kStreams];
-  __shared__ alignas(16) float m[kRows][kStreams * kStreams];
-  __shared__ float squares_part[32][kRows];
-  const auto cluster = cg::this_cluster();
-  const int slice = static_cast<int>(cluster.block_rank()), workers = static_cast<int>(a.width) / (4 * kSlices);
+  constexpr int kColumns = kTiles * kTileCols, kGroups = kWarps / kTiles, kEach = kCoefficients / kGroups;
+  constexpr int kOfGroup = kQuads / kGroups, kSums = 4 * kOfGroup;
+  static_assert(kEach == 3 * kOfGroup && kRows * kTiles < kWarps);
+  __shared__ alignas(16) float x[kRows][kStreams][kColumns];
+  __shared__ float4 sums[kRows][kMostBlocks * kTiles][kQuads];
+  __shared__ float squares[kRows][kMostBlocks * kTiles];
+  __shared__ alignas(16) float m[kStreams * kStreams];
+  __shared__ uint64_t arrivals[3];  // of the sums for all, of those for this block, of squares
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int group = thread / workers, of_group = workers / 32;
-  const bool counts = group < kParts, works = group == 0;
+  const int rank = static_cast<int>(blockIdx.x), blocks = kTiles == 2 ? kMostBlocks : static_cast<int>(gridDim.x);
+  const int64_t width = kTiles == 2 ? kOftenWidth : a.width;
+  const int group = warp / kTiles, tile = warp % kTiles, own_tile = rank * kTiles + tile;
   const int64_t t0 = static_cast<int64_t>(blockIdx.y) * kRows;
-  const int64_t d = slice * (a.width / kSlices) + 4 * (thread % workers);
-  // What this block will read of fn, on its way while the kernel before ends: to the registers where they hold it.
+  const uint32_t arrival = shared_address(arrivals);
+  // On their way while the kernel before ends.
   using Raw = decltype(raw_four(fn));
-  Raw ready[kReady ? kEach : 1][kStreams];
-  if (counts) {
-    if constexpr (kReady) {
+  Raw ready[kEach][kStreams];
 #pragma unroll
-      for (int c = 0; c < kEach; ++c)
+  for (int c = 0; c < kEach; ++c)
 #pragma unroll
-        for (int j = 0; j < kStreams; ++j)
-          ready[c][j] = raw_four(fn + (group * kEach + c) * fn_stride + j * a.width + d);
-    } else {
-      constexpr int per_line = 128 / static_cast<int>(sizeof(T));
-      const int lines = 4 * workers / per_line;
-      for (int i = thread; i < kCoefficients * kStreams * lines; i += kParts * workers) {
-        const int row = i / (kStreams * lines), j = i / lines % kStreams;
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(fn + row * fn_stride + j * a.width + slice * (a.width / kSlices) +
-                                                      i % lines * per_line));
-      }
-    }
-  }
-  begin_kernel();
-
-  float x[kRows][kStreams][4];
-  float o[kRows][4];
-  if (kOut) {
-    for (int i = thread; i < kRows * (kStreams + kStreams * kStreams); i += static_cast<int>(blockDim.x)) {
-      const int64_t t = min(t0 + i / (kStreams + kStreams * kStreams), n - 1);
-      old_mix[i / (kStreams + kStreams * kStreams)][i % (kStreams + kStreams * kStreams)] =
-          mix[t * mix_stride + i % (kStreams + kStreams * kStreams)];
-    }
-    __syncthreads();
-  }
-  if (counts) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t t = min(t0 + r, n - 1);
-      const float* row = streams + t * stride + d;
-#pragma unroll
-      for (int j = 0; j < kStreams; ++j) {
-        const float4 v = *reinterpret_cast<const float4*>(row + j * a.width);
-        x[r][j][0] = v.x, x[r][j][1] = v.y, x[r][j][2] = v.z, x[r][j][3] = v.w;
-      }
-      if (kOut) {
-        const float4 v = *reinterpret_cast<const float4*>(out + t * out_stride + d);
-        o[r][0] = v.x, o[r][1] = v.y, o[r][2] = v.z, o[r][3] = v.w;
-        constexpr int kAtOnce = kRows == 1 ? 6 : 2;  // on their way together
-        for (int i = 0; i < more.k; i += kAtOnce) {
-          float w[kAtOnce];
-          float4 p[kAtOnce];
-#pragma unroll
-          for (int n = 0; n < kAtOnce; ++n) {
-            const int64_t at = t * more.k + min(i + n, more.k - 1);
-            w[n] = more.weights[at];
-            p[n] = *reinterpret_cast<const float4*>(more.products + at * a.width + d);
-          }
-#pragma unroll
-          for (int n = 0; n < kAtOnce; ++n) {
-            if (i + n >= more.k) continue;
-            o[r][0] = fmaf(w[n], p[n].x, o[r][0]), o[r][1] = fmaf(w[n], p[n].y, o[r][1]);
-            o[r][2] = fmaf(w[n], p[n].z, o[r][2]), o[r][3] = fmaf(w[n], p[n].w, o[r][3]);
-          }
-        }
-        float mixed[kStreams][4];
-#pragma unroll
-        for (int k = 0; k < kStreams; ++k)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float sum = old_mix[r][k] * o[r][i];
-#pragma unroll
-            for (int j = 0; j < kStreams; ++j) sum = fmaf(old_mix[r][kStreams + j * kStreams + k], x[r][j][i], sum);
-            mixed[k][i] = sum;
-          }
-#pragma unroll
-        for (int k = 0; k < kStreams * 4; ++k) x[r][k / 4][k % 4] = mixed[k / 4][k % 4];
-      }
-    }
-    float sum[kRows][kSums];
-#pragma unroll
-    for (int c = 0; c < kEach; ++c) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) sum[r][c] = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kStreams; ++j) {
-        const float4 w = kReady ? four_of(fn, ready[kReady ? c : 0][j])
-                                : load_four(fn + (group * kEach + c) * fn_stride + j * a.width + d);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-          sum[r][c] =
-              fmaf(w.w, x[r][j][3], fmaf(w.z, x[r][j][2], fmaf(w.y, x[r][j][1], fmaf(w.x, x[r][j][0], sum[r][c]))));
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kStreams * 4; ++i) squares = fmaf(x[r][i / 4][i % 4], x[r][i / 4][i % 4], squares);
-      sum[r][kEach] = squares;
-#pragma unroll
-      for (int c = kEach + 1; c < kSums; ++c) sum[r][c] = 0.0f;
-      const float v = warp_sums(sum[r]);
-      if (lane < kSums) part[warp][r][lane] = v;
-    }
-  }
-  __syncthreads();  // all groups have read the streams
-  if (kOut && works)
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-      if (t0 + r < n) {
-        if (more.k > 0)
-          *reinterpret_cast<float4*>(out + (t0 + r) * out_stride + d) = make_float4(o[r][0], o[r][1], o[r][2], o[r][3]);
-#pragma unroll
-        for (int j = 0; j < kStreams; ++j)
-          *reinterpret_cast<float4*>(streams + (t0 + r) * stride + d + j * a.width) =
-              make_float4(x[r][j][0], x[r][j][1], x[r][j][2], x[r][j][3]);
-      }
-  if (thread < 32) {
-    const int first = lane < kCoefficients ? lane / kEach * of_group : 0;
-    const int column = lane < kCoefficients ? lane % kEach : kEach;  // the squares, for all lanes behind
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float v = part[first][r][column];
-      for (int w = 1; w < of_group; ++w) v = v + part[first + w][r][column];
-      slice_sum[r][lane] = v;
-    }
-  }
-  cluster.sync();
-  if (thread < 32) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float v[kSlices];
-#pragma unroll
-      for (int s = 0; s < kSlices; ++s) v[s] = *cluster.map_shared_rank(&slice_sum[r][lane], s);
-#pragma unroll
-      for (int s = 1; s < kSlices; ++s) v[0] = v[0] + v[s];
-      coefficient[r][lane] = v[0];
-    }
+    for (int j = 0; j < kStreams; ++j)
+      ready[c][j] = raw_four(fn + (group * kEach + c) * fn_stride + j * width + own_tile * kTileCols + 4 * lane);
+  if (warp < kTiles) asm volatile("prefetch.global.L2 [%0];" ::"l"(gain + own_tile * kTileCols + 4 * lane));
+  if (thread < 2) asm volatile("prefetch.global.L2 [%0];" ::"l"(thread ? a.base : a.scale));
+  if (thread == 0) {
+    for (int i = 0; i < 3; ++i) init_barrier(arrival + 8 * i);
+    fence_barriers();
+    const int tiles = blocks * kTiles;
+    expect_bytes(arrival, kRows * tiles * kToAll * 16);
+    expect_bytes(arrival + 8, tiles * (kQuads - kToAll) * 16);
+    expect_bytes(arrival + 16, kRows * tiles * 4);
   }
   __syncthreads();
+  cluster_started();
+  begin_kernel();
 
-  const auto factor_of = [&](int r) {
-    return 1.0f / sqrtf(coefficient[r][kCoefficients] / static_cast<float>(kStreams * a.width) + a.norm_eps);
-  };
-  float value[kRows][4];
-  if (works) {
+  // Rows of one column, or half of one row's.
+  constexpr int kAtOnce = kThreads / kColumns, kTimes = kAtOnce > kRows ? 1 : kRows / kAtOnce;
+  constexpr int kHave = kAtOnce > kRows ? kStreams / 2 : kStreams;
+  using Part = std::conditional_t<kHave == kStreams, float4, float2>;
+  const int column = thread % kColumns, part = warp / (kColumns / 32), own = kHave == kStreams ? 0 : part * kHave;
+  const int64_t d = rank * kColumns + column;
+  float now[kTimes][kHave], o[kTimes];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float factor = factor_of(r);
+  for (int i = 0; i < kTimes; ++i) {
+    const int r = kHave == kStreams ? i * kAtOnce + part : 0;
+    const int64_t t = t0 + r;
+    if (t >= n) continue;
+    const float* row = streams + t * stride + d;
+    float before[kStreams];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) value[r][i] = 0.0f;
+    for (int j = 0; j < kStreams; ++j) before[j] = row[j * width];
+    if (out) {
+      Part old[1 + kStreams];
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) {
-        const float pre = sigmoid(coefficient[r][j] * factor * a.scale[0] + a.base[j]) + a.eps;
+      for (int j = 0; j <= kStreams; ++j)
+        old[j] = *reinterpret_cast<const Part*>(mix + t * mix_stride + j * kStreams + own);
+      o[i] = out[t * out_stride + d];
+      constexpr int kTogether = 6;  // on their way
+      for (int first = 0; first < more.k; first += kTogether) {
+        const float *weights = more.weights + t * more.k + first,
+                    *products = more.products + (t * more.k + first) * width + d;
+        float w[kTogether], p[kTogether];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) value[r][i] = fmaf(pre, x[r][j][i], value[r][i]);
+        for (int e = 0; e < kTogether; ++e)
+          if (first + e < more.k) w[e] = weights[e], p[e] = products[e * width];
+#pragma unroll
+        for (int e = 0; e < kTogether; ++e)
+          if (first + e < more.k) o[i] = fmaf(w[e], p[e], o[i]);
       }
-      float squares = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) squares = fmaf(value[r][i], value[r][i], squares);
-      squares = warp_sum(squares);
-      if (lane == 0) squares_part[warp][r] = squares;
+      for (int k = 0; k < kHave; ++k) {
+        const auto share = [&](int j) { return reinterpret_cast<const float*>(&old[j])[k]; };
+        now[i][k] = share(0) * o[i];
+#pragma unroll
+        for (int j = 0; j < kStreams; ++j) now[i][k] = fmaf(share(1 + j), before[j], now[i][k]);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kHave; ++k) now[i][k] = own == 0 ? before[k] : before[kStreams - kHave + k];
     }
-    // The workers alone: the warp behind them is at Sinkhorn's algorithm.
-    asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");
-    if (thread < kRows) {
-      float v = squares_part[0][thread];
-      for (int w = 1; w < of_group; ++w) v = v + squares_part[w][thread];
-      slice_squares[thread] = v;
-    }
+#pragma unroll
+    for (int k = 0; k < kHave; ++k) x[r][own + k][column] = now[i][k];
   }
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  if (warp == of_group && slice < kRows && t0 + slice < n) {
-    const int r = slice;
-    float* to = mix + (t0 + r) * mix_stride;
-    const float factor = factor_of(r);
-    if (lane < kStreams)
-      to[lane] = 2.0f * sigmoid(coefficient[r][kStreams + lane] * factor * a.scale[1] + a.base[kStreams + lane]);
-    if (lane < kStreams * kStreams)
-      m[r][lane] = coefficient[r][2 * kStreams + lane] * factor * a.scale[2] + a.base[2 * kStreams + lane];
-    __syncwarp();
-    sinkhorn(m[r], kStreams, a.iterations, a.eps);
-    if (lane < kStreams * kStreams) to[kStreams + lane] = m[r][lane];
-    __syncwarp();
-  }
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  float all_squares[kRows];
+  wait_cluster();
+  __syncthreads();  // all have read the streams
+
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    float v[kSlices];
+    float four[kStreams][4], v[kSums];
 #pragma unroll
-    for (int s = 0; s < kSlices; ++s) v[s] = *cluster.map_shared_rank(&slice_squares[r], s);
-#pragma unroll
-    for (int s = 1; s < kSlices; ++s) v[0] = v[0] + v[s];
-    all_squares[r] = v[0];
-  }
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  if (works) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float norm = 1.0f / sqrtf(all_squares[r] / static_cast<float>(a.width) + eps);
-      const float4 g = load_four(gain + d);
-      const float four[4] = {value[r][0] * norm * g.x, value[r][1] * norm * g.y, value[r][2] * norm * g.z,
-                             value[r][3] * norm * g.w};
-      const int64_t t = t0 + r;
-      if (t >= n) continue;
-      *reinterpret_cast<float4*>(y + t * y_stride + d) = make_float4(four[0], four[1], four[2], four[3]);
-      store_codes(four, t, d / kTileCols, codes);
+    for (int j = 0; j < kStreams; ++j) {
+      const float4 at = *reinterpret_cast<const float4*>(&x[r][j][tile * kTileCols + 4 * lane]);
+      four[j][0] = at.x, four[j][1] = at.y, four[j][2] = at.z, four[j][3] = at.w;
     }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      v[i] = 0.0f;
+      if (i % 4 == kSquares) {
+        if (i == kSquares && group == 0)
+#pragma unroll
+          for (int k = 0; k < kStreams * 4; ++k) v[i] = fmaf(four[k / 4][k % 4], four[k / 4][k % 4], v[i]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kStreams; ++j) {
+          const float4 w = four_of(fn, ready[i - i / 4][j]);
+          v[i] = fmaf(w.w, four[j][3], fmaf(w.z, four[j][2], fmaf(w.y, four[j][1], fmaf(w.x, four[j][0], v[i]))));
+        }
+      }
+    }
+    const float sum = warp_sums(v);
+    const int block = lane % kMostBlocks, quad = group * kOfGroup + lane / kMostBlocks % kOfGroup;
+    float all[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) all[i] = __shfl_sync(0xFFFFFFFFu, sum, lane / kMostBlocks % kOfGroup * 4 + i);
+    if (lane < kOfGroup * kMostBlocks && block < blocks && (quad < kToAll || block == r))
+      store_in(address_in(shared_address(&sums[r][own_tile][quad]), block), make_float4(all[0], all[1], all[2], all[3]),
+               address_in(arrival + (quad < kToAll ? 0 : 8), block));
   }
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // nobody leaves while its sums are read
+
+  if (out)
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      const int64_t t = t0 + (kHave == kStreams ? i * kAtOnce + part : 0);
+      if (t >= n) continue;
+      if (own == 0 && more.k > 0) out[t * out_stride + d] = o[i];
+#pragma unroll
+      for (int k = 0; k < kHave; ++k) streams[t * stride + (own + k) * width + d] = now[i][k];
+    }
+
+  const bool mixes = warp == kWarps - 1 && rank < kRows;
+  if (warp >= kRows * kTiles && !mixes) return;
+  const int r = mixes ? rank : warp / kTiles, of_slice = static_cast<int>(width) / (kSlices * kTileCols);
+  const int64_t t = t0 + r;
+  const float4 g = __ldg(reinterpret_cast<const float4*>(gain + own_tile * kTileCols) + lane);
+  const float base = a.base[min(lane, kCoefficients - 1)], scale = a.scale[lane < kStreams       ? 0
+                                                                           : lane < 2 * kStreams ? 1
+                                                                                                 : 2];
+  wait_for(arrival, 0);
+  if (mixes) wait_for(arrival + 8, 0);
+  const int c = lane < (mixes ? kCoefficients : kStreams) ? lane : kCoefficients;
+  const float sum = sum_of_tiles<4 * kQuads>(
+      reinterpret_cast<const float*>(sums[r]) + (c < kCoefficients ? c / 3 * 4 + c % 3 : kSquares), of_slice);
+  const float factor =
+      1.0f / sqrtf(__shfl_sync(0xFFFFFFFFu, sum, kCoefficients) / static_cast<float>(kStreams * width) + a.norm_eps);
+  const float coefficient = sum * factor * scale + base, share = sigmoid(coefficient);
+  if (mixes) {
+    float* to = mix + t * mix_stride;
+    if (t < n && lane >= kStreams && lane < 2 * kStreams) to[lane - kStreams] = 2.0f * share;
+    if (lane >= 2 * kStreams && lane < kCoefficients) m[lane - 2 * kStreams] = coefficient;
+    __syncwarp();
+    sinkhorn(m, kStreams, a.iterations, a.eps);
+    if (t < n && lane < kStreams * kStreams) to[kStreams + lane] = m[lane];
+    return;
+  }
+  float value[4] = {0, 0, 0, 0}, square = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    const float pre = __shfl_sync(0xFFFFFFFFu, share + a.eps, j);
+    const float4 v = *reinterpret_cast<const float4*>(&x[r][j][tile * kTileCols + 4 * lane]);
+    value[0] = fmaf(pre, v.x, value[0]), value[1] = fmaf(pre, v.y, value[1]);
+    value[2] = fmaf(pre, v.z, value[2]), value[3] = fmaf(pre, v.w, value[3]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) square = fmaf(value[i], value[i], square);
+  square = warp_sum(square);
+  if (lane < blocks)
+    store_in(address_in(shared_address(&squares[r][own_tile]), lane), square, address_in(arrival + 16, lane));
+  wait_for(arrival + 16, 0);
+  const float norm = 1.0f / sqrtf(sum_of_tiles<1>(squares[r], of_slice) / static_cast<float>(width) + eps);
+  if (t >= n) return;
+  const float four[4] = {value[0] * norm * g.x, value[1] * norm * g.y, value[2] * norm * g.z, value[3] * norm * g.w};
+  *reinterpret_cast<float4*>(y + t * y_stride + own_tile * kTileCols + 4 * lane) =
+      make_float4(four[0], four[1], four[2], four[3]);
+  store_codes(four, t, own_tile, codes);
 #endif
+}
+
+// As launch_kernel, by clusters.
+template <class... P>
+cudaLaunchConfig_t clusters_config(void (*kernel)(P...), unsigned blocks, unsigned clusters,
+                                   cudaLaunchAttribute (&attributes)[2]) {
+  DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {blocks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks, clusters);
+  config.blockDim = kThreads;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return config;
+}
+template <class... P, class... A>
+void launch_clusters(cudaStream_t stream, unsigned blocks, unsigned clusters, void (*kernel)(P...), A&&... args) {
+  cudaLaunchAttribute attributes[2]{};
+  auto config = clusters_config(kernel, blocks, clusters, attributes);
+  config.stream = stream;
+  DS4_CUDA(cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...));
+}
+
+// Blocks that a cluster may have here: every device allows eight, some sixteen.
+int most_blocks() {
+  static const int most = [] {
+    int n = 0;
+    if (!hopper_kernels()) return n;
+    cudaLaunchAttribute attributes[2]{};
+    const auto kernel = mix_and_norm_kernel<__half, 4, 1>;
+    const auto config = clusters_config(kernel, 1, 1, attributes);
+    DS4_CUDA(cudaOccupancyMaxPotentialClusterSize(&n, kernel, &config));
+    return n;
+  }();
+  return most;
 }
 
 }  // namespace
@@ -296,8 +280,10 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
     return t.stride % 4 == 0 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   };
   const Segment& s = fn.segments.front();
-  if (!hopper_kernels() || hc.streams != kStreams || y.dim % 1024 != 0 || y.dim > kMostWidth || s.stride == 0 ||
-      fn.segments.size() != 1 || !aligned(streams) || !aligned(y) || (out && !aligned(*out)))
+  const bool often = y.dim == kOftenWidth && s.type != DType::F32 && most_blocks() >= kMostBlocks;
+  const int64_t tiles = often ? 2 : 4, blocks = y.dim / (tiles * kTileCols);
+  if (hc.streams != kStreams || y.dim % 1024 != 0 || y.dim > kMostWidth || s.stride == 0 || fn.segments.size() != 1 ||
+      blocks > most_blocks() || !aligned(streams) || !aligned(y) || !aligned(mix) || (out && !aligned(*out)))
     return false;
   if (streams.n == 0) return true;
   Addends more;
@@ -317,24 +303,24 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
   context.written(y);
   const Activations codes = context.keep_rounded(Context::OfLayer, y);
   if (streams.n > kFewRows && mix_many_rows(context, s, a, gain, eps, out, more, streams, y, mix, codes)) return true;
-  const bool two = streams.n > kFewRows;  // fn is read half as often
-  const dim3 grid(kSlices, static_cast<unsigned>(two ? (streams.n + 1) / 2 : streams.n));
-  const auto threads = static_cast<unsigned>(threads_of(y.dim, two ? 1 : 4));
-  const auto launch = [&](auto kernel, const auto* data) {
-    launch_kernel(context.device.stream(), grid, threads, 0, kernel, data, s.stride, a, gain, eps, streams.data,
-                  streams.stride, out ? out->data : nullptr, out ? out->stride : 0, more, mix.data, mix.stride, y.data,
-                  y.stride, streams.n, codes);
+  const auto launch = [&](auto kernel, const auto* data, int64_t rows) {
+    launch_clusters(context.device.stream(), static_cast<unsigned>(blocks),
+                    static_cast<unsigned>((streams.n + rows - 1) / rows), kernel, data, s.stride, a, gain, eps,
+                    streams.data, streams.stride, out ? out->data : nullptr, out ? out->stride : 0, more, mix.data,
+                    mix.stride, y.data, y.stride, streams.n, codes);
   };
+  // Clusters that have to wait for others would take twice as long.
   const auto of_type = [&]<class T>(const T* data) {
-    if (two)
-      out ? launch(mix_and_norm_kernel<T, 2, 1, true, false>, data)
-          : launch(mix_and_norm_kernel<T, 2, 1, false, false>, data);
-    else if (sizeof(T) == 2 && y.dim <= kReadyWidth)
-      out ? launch(mix_and_norm_kernel<T, 1, 4, true, sizeof(T) == 2>, data)
-          : launch(mix_and_norm_kernel<T, 1, 4, false, sizeof(T) == 2>, data);
+    if constexpr (sizeof(T) == 4)
+      launch(mix_and_norm_kernel<T, 4, 1>, data, 1);
+    else if (!often)
+      streams.n <= 8 ? launch(mix_and_norm_kernel<T, 4, 1>, data, 1) : launch(mix_and_norm_kernel<T, 4, 2>, data, 2);
+    else if (streams.n <= 4)
+      launch(mix_and_norm_kernel<T, 2, 1>, data, 1);
+    else if (streams.n <= 8)
+      launch(mix_and_norm_kernel<T, 2, 2>, data, 2);
     else
-      out ? launch(mix_and_norm_kernel<T, 1, 4, true, false>, data)
-          : launch(mix_and_norm_kernel<T, 1, 4, false, false>, data);
+      launch(mix_and_norm_kernel<T, 2, 4>, data, 4);
   };
   if (s.type == DType::F16)
     of_type(s.memory.as<__half>());

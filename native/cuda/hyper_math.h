@@ -14,6 +14,18 @@ struct HyperArgs {
   int64_t width;
 };
 
+// Four neighbouring elements of a type, as they are stored, as floats.
+__device__ __forceinline__ float4 four_of(const float*, float4 v) {
+  return v;
+}
+__device__ __forceinline__ float4 four_of(const __half*, uint2 v) {
+  return {half_bits(v.x & 0xFFFFu), half_bits(v.x >> 16), half_bits(v.y & 0xFFFFu), half_bits(v.y >> 16)};
+}
+__device__ __forceinline__ float4 four_of(const __nv_bfloat16*, uint2 v) {
+  return {__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xFFFF0000u), __uint_as_float(v.y << 16),
+          __uint_as_float(v.y & 0xFFFF0000u)};
+}
+
 // Sinkhorn's algorithm on m [n][n] by one warp. It is one chain of sums and divisions, so for four streams every lane
 // has the whole matrix: nothing is waited for but them.
 __device__ inline void sinkhorn(float* m, int n, int iterations, float eps) {
@@ -55,6 +67,7 @@ __device__ inline void sinkhorn(float* m, int n, int iterations, float eps) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i / 4][i % 4] = v[i / 4][i % 4] + eps;
     columns();
+#pragma unroll 1
     for (int i = 1; i < iterations; ++i) {
       rows(eps);
       columns();

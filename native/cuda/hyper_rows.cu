@@ -16,13 +16,6 @@ static_assert(kCoefficients % kAtOnce == 0);
 __device__ __forceinline__ float from_lane(float v, int lane) {
   return __shfl_sync(0xFFFFFFFFu, v, lane);
 }
-__device__ __forceinline__ float4 four_halves(const __half*, uint2 v) {
-  return {half_bits(v.x & 0xFFFFu), half_bits(v.x >> 16), half_bits(v.y & 0xFFFFu), half_bits(v.y >> 16)};
-}
-__device__ __forceinline__ float4 four_halves(const __nv_bfloat16*, uint2 v) {
-  return {__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xFFFF0000u), __uint_as_float(v.y << 16),
-          __uint_as_float(v.y & 0xFFFF0000u)};
-}
 
 // Bytes: streams in and, with kOut, out, `out` and its addends once; an eighth of fn for each block of threads, which
 // stays in shared memory. Operations: 2 * 25 * 4 H T. A team of threads has an eighth of the columns, four each
@@ -122,7 +115,7 @@ __global__ void __launch_bounds__(512, 1)
         for (int r = 0; r < kRows; ++r) sum[r][c] = 0.0f;
 #pragma unroll
         for (int j = 0; j < kStreams; ++j) {
-          const float4 w = four_halves(fn, weights[((first + c) * kStreams + j) * workers + thread]);
+          const float4 w = four_of(fn, weights[((first + c) * kStreams + j) * workers + thread]);
 #pragma unroll
           for (int r = 0; r < kRows; ++r)
             sum[r][c] =

@@ -263,6 +263,27 @@ void bench_decode(Ops& ops, std::FILE* csv) {
   dense("shared gate and up", 2 * F, H, 1, true);
   dense("shared down", H, F, 1, false);
   for (size_t i = 0; i < std::size(widths); ++i) line(csv, "products of a layer", widths[i], total[i], 0);
+  {
+    const auto vector = [&](int64_t n) {
+      const auto values = random.floats(n);
+      const MatrixView v{values.data(), 1, n, DType::F32};
+      return ops.load({&v, 1}, WeightUse::Linear);
+    };
+    const auto base = vector(24), scale = vector(3), gain = vector(H);
+    const MatrixView view{nowhere, 24, 4 * H, DType::F16};
+    std::vector<std::unique_ptr<Weight>> fn;
+    for (int i = 0; i < 100; ++i) fn.push_back(ops.load({&view, 1}, WeightUse::Precise));
+    each(
+        "hyper-connection", 100, [&](int64_t T) { return 24.0 * 4 * H * 2 + static_cast<double>(T * H) * 4 * 10; },
+        [&](int64_t T) -> std::function<void(int)> {
+          const Tensor x = upload(ops, random.floats(T * 4 * H), T, 4 * H), y = ops.scratch(T, H),
+                       out = upload(ops, random.floats(T * H), T, H), mix = upload(ops, random.floats(T * 20), T, 20);
+          return [&, x, y, out, mix](int i) {
+            l.hc_out_in_norm(ops, out, {fn[static_cast<size_t>(i)].get(), base.get(), scale.get()}, x,
+                             {gain.get(), 1e-6f}, y, mix);
+          };
+        });
+  }
 }
 
 void bench_model(std::FILE* csv, int64_t layers, DType gate_up, DType down) {

@@ -82,7 +82,7 @@ void check_hyper(const Pair& p, Results& r, Random& random) {
 // Wide streams: what stands between two sub-layers, in one kernel. Rows alone and together have the same bits.
 void check_between(const Pair& p, Results& r, Random& random) {
   for (const DType type : {DType::F16, DType::F32, DType::BF16})
-    for (const int64_t width : {1024, 4096}) {
+    for (const int64_t width : {1024, 4096, 7168}) {
       p.reset();
       const int64_t n = 4, T = width == 4096 ? 150 : 37, rows = 2 * n + n * n;
       const std::string what = "between sub-layers, " + std::string(dtype_name(type)) + " " + std::to_string(width);
@@ -110,12 +110,13 @@ void check_between(const Pair& p, Results& r, Random& random) {
         return Run{download(ops, s), download(ops, y), download(ops, mix), download(ops, z)};
       };
       const Run all = run(p.cuda, hc, *gain.cuda, *w.cuda, T), one = run(p.cuda, hc, *gain.cuda, *w.cuda, 1),
-                some = run(p.cuda, hc, *gain.cuda, *w.cuda, 7), ref = run(p.ref, hr, *gain.ref, *w.ref, T);
+                some = run(p.cuda, hc, *gain.cuda, *w.cuda, 7), more = run(p.cuda, hc, *gain.cuda, *w.cuda, 15),
+                ref = run(p.ref, hr, *gain.ref, *w.ref, T);
       r.close(all.streams, ref.streams, 5e-6, what + " streams");
       r.close(all.y, ref.y, 1e-5, what + " y");
       r.close(all.mix, ref.mix, 1e-5, what + " mix");
       r.close(all.product, ref.product, 1e-2, what + " product of y");
-      for (const Run* cut : {&one, &some}) {
+      for (const Run* cut : {&one, &some, &more}) {
         r.equal(cut->streams, all.streams, what + " streams in groups");
         r.equal(cut->y, all.y, what + " y in groups");
         r.equal(cut->mix, all.mix, what + " mix in groups");
