@@ -2,8 +2,9 @@
 //
 //   memory.h   device, stream, buffers, scratch, per-step inputs     state.h     sessions in pages
 //   formats.h  layouts of block formats and how kernels read them    weights.h   upload and repacking
-//   linear.h   products; of block formats by dense_blocks.h, expert_blocks.h and stream_blocks.h (few rows) or
-//              wide_blocks.h and tile_blocks.h (many)                ops.cu      ops.h
+//   linear.h   products; of block formats by dense_blocks.h and stream_blocks.h (few rows) or wide_blocks.h and
+//              tile_blocks.h (many)                                  ops.cu      ops.h
+//   expert_kernels.h  experts of few rows: expert_blocks.h, of one row expert_row.h
 //   attention.h  attention over paged keys and values                latent.cu   ops_latent.h
 //   draw.h     draws from rows of logits
 //

@@ -12,12 +12,18 @@
 // 33 (MXFP4), and at 4.2 TB/s a multiprocessor's schedulers have 33, 40 and 64 (four bits) each. A lane loads the words
 // that it decodes 4 KB of weights ahead of its warp, so that no warp waits for another; activations stand in shared
 // memory for the two experts that a block of threads meets. Experts of several rows take longer: blocks of threads
-// share the units by their cost. Sums and chains are those of block_products.h: the bits are the other kernels'.
+// share the units by their cost. A block's warps have as many units each; up to fifteen that are left over are shared
+// by four warps each, two chains a warp, whose sums meet in shared memory. Sums and chains are those of
+// block_products.h: the bits are the other kernels'.
+//
+// The down matrices' kernel knows its experts before it waits for the hidden rows (expert_kernels.h): its first weights
+// are on their way while the gates' and ups' kernel ends, and it rounds the rows itself.
 #pragma once
 
 #include <algorithm>
 
 #include "cuda/block_products.h"
+#include "cuda/expert_kernels.h"
 #include "cuda/leaders.h"
 
 namespace ds4::cuda {
@@ -29,10 +35,6 @@ constexpr int kSegments = 8;
 constexpr int kUnitTiles = kSegments * kChainTiles;
 constexpr int kSlots = 2;        // experts whose activations are at hand
 constexpr int kZeroBytes = 512;  // what lanes of other columns read: four tiles' strides and the last one's words
-
-template <DType type>
-constexpr bool kExpertKernel =
-    type == DType::IQ2_XXS || type == DType::Q2_K || type == DType::Q4_K || type == DType::MXFP4;
 
 template <DType type>
 struct ExpertShape {
@@ -88,10 +90,14 @@ __device__ __forceinline__ void prefetch_scales(const Planes& w, uint32_t tile, 
 // The code book of IQ2_XXS with one word a lane: entry e of lane l stands at byte 256 e + 4 l, once with the magnitudes
 // in the low two bits of each nibble and the sign's place above them, once (128 bytes on) with the sign's place below.
 __device__ __forceinline__ void fill_book(uint8_t* book, const Planes& w) {
-  for (int i = threadIdx.x; i < 256 * 16; i += kExpertThreads) {
-    uint32_t v = __ldg(w.grid + i / 16);
-    if (i & 8) v <<= 1;
-    reinterpret_cast<uint4*>(book)[i] = make_uint4(v, v, v, v);
+  constexpr int kEach = 256 * 16 / kExpertThreads;
+  uint32_t v[kEach];
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) v[k] = __ldg(w.grid + (threadIdx.x + k * kExpertThreads) / 16);
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) {
+    const uint32_t word = threadIdx.x & 8 ? v[k] << 1 : v[k];
+    reinterpret_cast<uint4*>(book)[threadIdx.x + k * kExpertThreads] = make_uint4(word, word, word, word);
   }
 }
 
@@ -134,31 +140,44 @@ __device__ __forceinline__ void decode_strip(const uint32_t (&q)[2 * Layout<type
   }
 }
 
-// Adds a tile to the lane's chain `i` of rows g and g + 8: `c` are the sums of its blocks, columns 2t and 2t + 1 of
-// them the lane's segments or, of a format with halves, its segment's halves. `dx`, `sums`: of the activations.
+// What a tile adds to a chain: acc = fma(v[0], v[1], acc), then, where there are minimums, fma(v[2], v[3], acc).
 template <DType type>
-__device__ __forceinline__ void add_segment(float (&acc)[2][ExpertShape<type>::kOwn], const int (&c)[kTileBlocks][4],
-                                            const RawTile<type>& own, int i, float dx, const int (&sums)[kTileBlocks]) {
+struct TileTerms {
+  static constexpr int kCount = Layout<type>::kMin ? 4 : 2;
+  float v[kCount];
+  __device__ __forceinline__ void add_to(float& acc) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) acc = fmaf(v[i], v[i + 1], acc);
+  }
+};
+
+// A tile's terms for the lane's segment `i` in rows g and g + 8: `c` are the sums of its blocks, columns 2t and 2t + 1
+// of them the lane's segments or, of a format with halves, its segment's halves. `dx`, `sums`: of the activations.
+template <DType type>
+__device__ __forceinline__ void segment_terms(TileTerms<type> (&to)[2], const int (&c)[kTileBlocks][4],
+                                              const RawTile<type>& own, int i, float dx,
+                                              const int (&sums)[kTileBlocks]) {
   using L = Layout<type>;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     int sum = 0;
+    to[r].v[1] = dx;
     if constexpr (!L::kInteger) {
       float f = static_cast<float>(c[0][2 * r + i]) * float_scale<type>(own, r, 0);
 #pragma unroll
       for (int b = 1; b < kTileBlocks; ++b)
         f = fmaf(static_cast<float>(c[b][2 * r + i]), float_scale<type>(own, r, b), f);
-      acc[r][i] = fmaf(f, dx, acc[r][i]);
+      to[r].v[0] = f;
     } else if constexpr (type != DType::Q2_K) {
 #pragma unroll
       for (int b = 0; b < kTileBlocks; ++b) sum += c[b][2 * r + i] * integer_scale<type>(own, r, b, 0);
-      acc[r][i] = fmaf(static_cast<float>(sum), super_scale<type>(own, r) * dx, acc[r][i]);
+      to[r].v[0] = static_cast<float>(sum), to[r].v[1] = super_scale<type>(own, r) * dx;
       if constexpr (L::kMin) {
         int least = 0;
 #pragma unroll
         for (int b = 0; b < kTileBlocks; ++b)
           least += sums[b] * static_cast<int>(integer_minimums<type>(own, r, b) & 255u);
-        acc[r][i] = fmaf(-static_cast<float>(least), super_minimum<type>(own, r) * dx, acc[r][i]);
+        to[r].v[2] = -static_cast<float>(least), to[r].v[3] = super_minimum<type>(own, r) * dx;
       }
     } else {
       int least = 0;
@@ -173,10 +192,20 @@ __device__ __forceinline__ void add_segment(float (&acc)[2][ExpertShape<type>::k
         sum = __dp2a_hi(halves(2 * two + 1), scales, __dp2a_lo(halves(2 * two), scales, sum));
         least = __dp2a_hi(sums[2 * two + 1], mins, __dp2a_lo(sums[2 * two], mins, least));
       }
-      acc[r][i] = fmaf(static_cast<float>(sum), super_scale<type>(own, r) * dx, acc[r][i]);
-      acc[r][i] = fmaf(-static_cast<float>(least), super_minimum<type>(own, r) * dx, acc[r][i]);
+      to[r].v[0] = static_cast<float>(sum), to[r].v[1] = super_scale<type>(own, r) * dx;
+      to[r].v[2] = -static_cast<float>(least), to[r].v[3] = super_minimum<type>(own, r) * dx;
     }
   }
+}
+
+// Adds a tile to the lane's chain `i` of rows g and g + 8.
+template <DType type>
+__device__ __forceinline__ void add_segment(float (&acc)[2][ExpertShape<type>::kOwn], const int (&c)[kTileBlocks][4],
+                                            const RawTile<type>& own, int i, float dx, const int (&sums)[kTileBlocks]) {
+  TileTerms<type> terms[2];
+  segment_terms<type>(terms, c, own, i, dx, sums);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) terms[r].add_to(acc[r][i]);
 }
 
 // What a warp needs of the block of threads for its units.
@@ -276,34 +305,170 @@ __device__ __forceinline__ void run_unit(const Planes& w, const ExpertView& v, u
   }
 }
 
+// Chain sums of units that several warps share: [unit][token][segment][row].
+constexpr int kShared = kExpertWarps - 1;  // units at most
+struct SharedUnits {
+  float sums[kShared][kExpertTokens][kSegments][kTileRows];
+  int done[kShared];
+};
+
+// A quarter of a unit: segments n0 and n0 + 1, whose eight tiles stand from `tile` on, for the four records from `x`
+// on, of which those behind an expert's rows hold anything. `words`: its tiles in the order in which they are computed,
+// left with those of the quarter, or of the unit, at `next`.
+template <DType type, int kChains>
+__device__ __forceinline__ void run_quarter(const Planes& w, const ExpertView& v, uint32_t tile, int n0, uint32_t next,
+                                            bool more, bool quarter, const uint8_t* x,
+                                            uint32_t (&words)[ExpertShape<type>::kAhead][2 * Layout<type>::kQ],
+                                            float (&to)[kExpertTokens][kSegments][kTileRows]) {
+  using L = Layout<type>;
+  using Shape = ExpertShape<type>;
+  constexpr int kParts = Shape::kParts, kOwn = Shape::kOwn, kAtOnce = 2 / kParts, kGroups = 2 / kAtOnce;
+  constexpr int kAhead = Shape::kAhead, kTiles = 2 * kChainTiles;
+  constexpr int kCols = kChains * kChainTiles * kTileCols, kRecord = Shape::record(kCols);
+  const int g = v.lane / 4, t = v.lane % 4;
+  const int column = g / kParts, place = column % kAtOnce;
+  const bool half = kParts == 1 || t / 2 == g % 2;
+  const uint8_t* const codes_at = x + column / kAtOnce * kRecord + t * 32;
+  const uint8_t* const here = w.q + static_cast<uint64_t>(tile) * Shape::kTile + v.lane * 16;
+  const uint8_t* const refill = w.q + static_cast<uint64_t>(next) * Shape::kTile + v.lane * 16;
+  const TileReader<type> reader(w, v.lane);
+  if (more) prefetch_scales<type>(w, next / kUnitTiles * kUnitTiles, v.lane);
+  float acc[kGroups][2][kOwn] = {};
+#pragma unroll
+  for (int j = 0; j < kChainTiles; ++j)
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      RawTile<type> own[kOwn];
+      float dx[kOwn];
+      int sums[kOwn][kTileBlocks] = {};
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int of = kParts == 2 ? group : i;  // the segment; the lane's token is t
+        const uint32_t at = tile + of * kChainTiles + j;
+        reader.scales(own[i], at, at / 2);
+        const int column_tile = (n0 + of) % kChains * kChainTiles + j;
+        const uint8_t* record = x + t * kRecord + kCols;
+        dx[i] = reinterpret_cast<const float*>(record)[column_tile];
+        if constexpr (L::kMin) {
+          const int4 four = reinterpret_cast<const int4*>(record + kCols / 32)[column_tile];
+          sums[i][0] = four.x, sums[i][1] = four.y, sums[i][2] = four.z, sums[i][3] = four.w;
+        }
+      }
+      int c[kTileBlocks][4] = {};
+#pragma unroll
+      for (int in = 0; in < kAtOnce; ++in) {
+        const int of = group * kAtOnce + in, s = 2 * j + of;
+        const uint8_t* const from = codes_at + ((n0 + of) % kChains * kChainTiles + j) * kTileCols;
+        const uint4* codes = reinterpret_cast<const uint4*>(half && place == in ? from : v.zeros);
+        const uint4 x0 = codes[0], x1 = codes[1];
+        int a[kTileBlocks][4];
+        decode_strip<type>(words[s % kAhead], v.book, v.lane * 4, a);
+        const int ahead = s + kAhead, of_next = ahead % kTiles;
+        const int in_quarter = (of_next % 2 * kChainTiles + of_next / 2) * Shape::kTile;
+        if (ahead < kTiles)
+          load_strip<L::kQ>(words[s % kAhead], here + in_quarter);
+        else if (more)
+          load_strip<L::kQ>(words[s % kAhead], refill + (quarter ? in_quarter : of_next * kChainTiles * Shape::kTile));
+        multiply(c[0], a[0], x0.x, x0.y, c[0]);
+        multiply(c[1], a[1], x0.z, x0.w, c[1]);
+        multiply(c[2], a[2], x1.x, x1.y, c[2]);
+        multiply(c[3], a[3], x1.z, x1.w, c[3]);
+      }
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) add_segment<type>(acc[group], c, own[i], i, dx[i], sums[i]);
+    }
+#pragma unroll
+  for (int of = 0; of < 2; ++of)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      to[t][n0 + of][g + 8 * r] = kParts == 2 ? acc[of % kGroups][r][0] : acc[0][r][of % kOwn];
+}
+
+// Waits for the kernels before, then lets the next one start, which may so read what those before this one have made.
+__device__ __forceinline__ void begin_before_next() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+// A lane's four values of a tile of a row, made by the kernel before.
+__device__ __forceinline__ float4 load_four(const float* row, int tile) {
+  return __ldcg(reinterpret_cast<const float4*>(row + tile * kTileCols) + threadIdx.x % 32);
+}
+// Rounds a tile of a row to the codes, scale and sums of a record, as store_codes does for rows in memory. By a warp.
+template <DType type>
+__device__ __forceinline__ void round_tile(uint8_t* record, int cols, int tile, const float4& v) {
+  using L = Layout<type>;
+  const int lane = threadIdx.x % 32, block = lane / 8;
+  const float largest = warp_max(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  const int c0 = __float2int_rn(v.x * inverse), c1 = __float2int_rn(v.y * inverse), c2 = __float2int_rn(v.z * inverse),
+            c3 = __float2int_rn(v.w * inverse);
+  *reinterpret_cast<char4*>(record + tile * kTileCols + lane % 8 / 2 * 32 + block * 8 + lane % 2 * 4) =
+      make_char4(static_cast<signed char>(c0), static_cast<signed char>(c1), static_cast<signed char>(c2),
+                 static_cast<signed char>(c3));
+  if (lane == 0) reinterpret_cast<float*>(record + cols)[tile] = largest / 127.0f;
+  if constexpr (L::kMin) {
+    int sum = c0 + c1 + c2 + c3;
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+    const int other = __shfl_xor_sync(0xFFFFFFFFu, sum, 4), at = tile * kTileBlocks + block;
+    if (lane % 8 == 0) {
+      if constexpr (type == DType::Q2_K)
+        reinterpret_cast<short2*>(record + cols + cols / 32)[at] =
+            make_short2(static_cast<short>(sum), static_cast<short>(other));
+      else
+        reinterpret_cast<int*>(record + cols + cols / 32)[at] = sum + other;
+    }
+  }
+}
+// Rounds the rows of lead `lead` into a slot.
+template <DType type>
+__device__ __forceinline__ void round_tokens(uint8_t* slot, const Leaders<kExpertTokens>& leaders, int lead,
+                                             const float* rows, int cols, int record) {
+  const int size = leaders.size[lead] == 3 ? 4 : leaders.size[lead], tiles = cols / kTileCols;
+  for (int i = threadIdx.x / 32; i < size * tiles; i += kExpertWarps)
+    round_tile<type>(slot + i / tiles * record, cols, i % tiles,
+                     load_four(rows + static_cast<int64_t>(leaders.members[lead][i / tiles]) * cols, i % tiles));
+}
+
+// Copies a row of activations to a record.
+template <DType type>
+__device__ __forceinline__ void stage_row(uint8_t* to, int64_t row, const Activations& x, int cols) {
+  using L = Layout<type>;
+  const int64_t group = row >> 3, in = row & 7;
+  // The kernels' columns are constants: no loop is left.
+  const auto over = [](int n, auto&& each) {
+#pragma unroll
+    for (int k = 0; k < (n + kExpertThreads - 1) / kExpertThreads; ++k)
+      if (const int i = k * kExpertThreads + static_cast<int>(threadIdx.x); i < n) each(i);
+  };
+  over(cols / 16, [&](int i) {
+    const int pair = i / 4, t = i % 4;
+    reinterpret_cast<uint4*>(to)[pair / 2 * 8 + t * 2 + pair % 2] =
+        reinterpret_cast<const uint4*>(x.q)[((group * (x.blocks / 2) + pair) * 8 + in) * 4 + t];
+  });
+  over(cols / kTileCols,
+       [&](int i) { reinterpret_cast<float*>(to + cols)[i] = x.d[(group * (x.blocks / 4) + i) * 8 + in]; });
+  if constexpr (L::kMin)
+    over(cols / 32, [&](int i) {
+      const char4 s = reinterpret_cast<const char4*>(x.sums)[(group * x.blocks + i) * 8 + in];
+      const int first = 16 * s.x + s.z, second = 16 * s.y + s.w;
+      if constexpr (type == DType::Q2_K)
+        reinterpret_cast<short2*>(to + cols + cols / 32)[i] =
+            make_short2(static_cast<short>(first), static_cast<short>(second));
+      else
+        reinterpret_cast<int*>(to + cols + cols / 32)[i] = first + second;
+    });
+}
 // Copies the activations of lead `lead` to a slot.
 template <DType type>
 __device__ __forceinline__ void stage_tokens(uint8_t* slot, const Leaders<kExpertTokens>& leaders, int lead,
                                              const Activations& x, const LinearArgs& p, int cols, int record) {
-  using L = Layout<type>;
-  const int size = leaders.size[lead] == 3 ? 4 : leaders.size[lead], pieces = cols / 16, tiles = cols / kTileCols;
-  for (int token = 0; token < size; ++token) {
-    const int64_t row = leaders.members[lead][token] / p.per_row, group = row >> 3, in = row & 7;
-    uint8_t* to = slot + token * record;
-    for (int i = threadIdx.x; i < pieces; i += kExpertThreads) {
-      const int pair = i / 4, t = i % 4;
-      reinterpret_cast<uint4*>(to)[pair / 2 * 8 + t * 2 + pair % 2] =
-          reinterpret_cast<const uint4*>(x.q)[((group * (x.blocks / 2) + pair) * 8 + in) * 4 + t];
-    }
-    for (int i = threadIdx.x; i < tiles; i += kExpertThreads)
-      reinterpret_cast<float*>(to + cols)[i] = x.d[(group * (x.blocks / 4) + i) * 8 + in];
-    if constexpr (L::kMin) {
-      for (int i = threadIdx.x; i < tiles * kTileBlocks; i += kExpertThreads) {
-        const char4 s = reinterpret_cast<const char4*>(x.sums)[(group * x.blocks + i) * 8 + in];
-        const int first = 16 * s.x + s.z, second = 16 * s.y + s.w;
-        if constexpr (type == DType::Q2_K)
-          reinterpret_cast<short2*>(to + cols + cols / 32)[i] =
-              make_short2(static_cast<short>(first), static_cast<short>(second));
-        else
-          reinterpret_cast<int*>(to + cols + cols / 32)[i] = first + second;
-      }
-    }
-  }
+  const int size = leaders.size[lead] == 3 ? 4 : leaders.size[lead];
+  for (int token = 0; token < size; ++token)
+    stage_row<type>(slot + token * record, leaders.members[lead][token] / p.per_row, x, cols);
 }
 
 // The units of a block of threads, [first, last) of all leads' units, `each` a lead: as many as cost the same.
@@ -342,11 +507,12 @@ __device__ __forceinline__ Share share_of(const Leaders<kExpertTokens>& leaders,
 }
 
 template <DType type, int kChains>
-__global__ void __launch_bounds__(kExpertThreads, 1) expert_blocks(Planes w, Activations x, LinearArgs p) {
+__global__ void __launch_bounds__(kExpertThreads, 1) expert_blocks(Planes w, ExpertInput x, LinearArgs p) {
   using L = Layout<type>;
   using Shape = ExpertShape<type>;
   extern __shared__ uint4 dynamic[];
   __shared__ Leaders<kExpertTokens> leaders;
+  __shared__ SharedUnits shared;
   uint8_t* const book = reinterpret_cast<uint8_t*>(dynamic);
   uint8_t* const zeros = book + Shape::kBook;
   uint8_t* const slots = zeros + kZeroBytes;
@@ -354,7 +520,8 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_blocks(Planes w, Act
   constexpr int cols = kChains * kChainTiles * kTileCols, record = Shape::record(cols);
   if constexpr (Shape::kBook > 0) fill_book(book, w);
   if (threadIdx.x < kZeroBytes / 16) reinterpret_cast<uint4*>(zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
-  begin_kernel();
+  bool waits = x.early;
+  if (!waits) begin_before_next();
   leaders.find(p.experts, static_cast<int>(p.n_items), reinterpret_cast<int*>(slots));
   const ExpertView view{book, zeros + 16, lane};  // zeros in banks that a column's own lanes leave
   constexpr int rows = kSegments / kChains;       // tile rows of a unit
@@ -366,20 +533,62 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_blocks(Planes w, Act
       const int of = unit < second ? lead : lead + 1;
       return static_cast<uint32_t>(leaders.expert[of] * each + unit - of * each) * kUnitTiles;
     };
-    int unit = max(first, lead * each) + warp;
+    // Warps have as many units each; those that are left are shared, a quarter each, before them.
+    const int begin = max(first, lead * each), left = (end - begin) % kExpertWarps, quarters = 4 * left;
+    const auto quarter_of = [&](int q) { return tile_of(begin + q / 4) + q % 4 * (2 * kChainTiles); };
+    int unit = begin + left + warp, quarter = warp;
     uint32_t words[Shape::kAhead][2 * L::kQ] = {}, tile = 0;
-    if (unit < end) {
-      tile = tile_of(unit);
-      prefetch_scales<type>(w, tile, lane);
+    if (quarter < quarters || unit < end) {
+      const bool part = quarter < quarters;
+      tile = part ? quarter_of(quarter) : tile_of(unit);
+      prefetch_scales<type>(w, tile / kUnitTiles * kUnitTiles, lane);
       const uint8_t* from = w.q + static_cast<uint64_t>(tile) * Shape::kTile + lane * 16;
 #pragma unroll
-      for (int n = 0; n < Shape::kAhead; ++n) load_strip<L::kQ>(words[n], from + n * (kChainTiles * Shape::kTile));
+      for (int n = 0; n < Shape::kAhead; ++n)
+        load_strip<L::kQ>(words[n], from + (part ? n % 2 * kChainTiles + n / 2 : n * kChainTiles) * Shape::kTile);
     }
+    if (waits) begin_before_next();
+    waits = false;
     __syncthreads();  // slots are free
-    for (int s = 0; s < kSlots; ++s)
-      if (lead + s < leaders.count && (lead + s) * each < last)
-        stage_tokens<type>(slots + s * (kExpertTokens * record), leaders, lead + s, x, p, cols, record);
+    if (threadIdx.x < kShared) shared.done[threadIdx.x] = 0;
+    for (int s = 0; s < kSlots; ++s) {
+      if (lead + s >= leaders.count || (lead + s) * each >= last) continue;
+      uint8_t* slot = slots + s * (kExpertTokens * record);
+      if (x.rows)
+        round_tokens<type>(slot, leaders, lead + s, x.rows, cols, record);
+      else
+        stage_tokens<type>(slot, leaders, lead + s, x.rounded, p, cols, record);
+    }
     __syncthreads();
+    for (; quarter < quarters; quarter += kExpertWarps) {
+      const int at = begin + quarter / 4, of = at < second ? lead : lead + 1;
+      const bool again = quarter + kExpertWarps < quarters, more = again || unit < end;
+      const uint32_t next = again ? quarter_of(quarter + kExpertWarps) : more ? tile_of(unit) : tile;
+      auto& to = shared.sums[quarter / 4];
+      run_quarter<type, kChains>(w, view, tile, quarter % 4 * 2, next, more, again,
+                                 slots + (of - lead) * (kExpertTokens * record), words, to);
+      tile = next;
+      // The last of four adds the chains.
+      __threadfence_block();
+      __syncwarp();
+      int before = 0;
+      if (lane == 0) before = atomicAdd(&shared.done[quarter / 4], 1);
+      if (__shfl_sync(0xFFFFFFFFu, before, 0) != 3) continue;
+      __threadfence_block();
+      for (int i = lane; i < leaders.size[of] * rows * 8; i += 32) {
+        const int token = i / (rows * 8), row = i / 8 % rows, g = i % 8;
+        float total[2];
+#pragma unroll
+        for (int k = 0; k < kChains; ++k)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float chain = to[token][row * kChains + k][g + 8 * r];
+            total[r] = k == 0 ? chain : total[r] + chain;
+          }
+        finish_pair(p, leaders.expert[of], (at - of * each) * rows + row, g, leaders.members[of][token], total[0],
+                    total[1]);
+      }
+    }
     for (; unit < end; unit += kExpertWarps) {
       const int of = unit < second ? lead : lead + 1, size = leaders.size[of];
       const bool more = unit + kExpertWarps < end;
@@ -399,42 +608,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_blocks(Planes w, Act
       tile = next;
     }
   }
-}
-
-// Whether expert_blocks takes these experts: rows of 4096 or 2048 columns, units of whole tile rows.
-template <DType type>
-bool expert_kernel_takes(const Device& device, const LinearArgs& p) {
-  if constexpr (!kExpertKernel<type>) {
-    return false;
-  } else {
-    const int chains = p.tiles_k / kChainTiles;
-    return p.experts && (chains == 8 || chains == 4) && p.cols == chains * kChainTiles * kTileCols &&
-           p.tiles_m % (kSegments / chains) == 0 &&
-           ExpertShape<type>::bytes(static_cast<int>(p.cols)) + 4096 <= device.block_shared();
-  }
-}
-
-template <DType type, int kChains>
-void launch_experts_of(const Device& device, const Planes& w, const Activations& x, const LinearArgs& p) {
-  constexpr auto kernel = expert_blocks<type, kChains>;
-  constexpr int bytes = ExpertShape<type>::bytes(kChains * kChainTiles * kTileCols);
-  static const bool ready = [] {
-    DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    return true;
-  }();
-  static_cast<void>(ready);
-  launch_kernel(device.stream(), static_cast<unsigned>(device.multiprocessors()), kExpertThreads, bytes, kernel, w, x,
-                p);
-}
-
-template <DType type>
-void launch_experts(const Device& device, const Planes& w, const Activations& x, const LinearArgs& p) {
-  if constexpr (kExpertKernel<type>) {
-    if (p.tiles_k == kUnitTiles)
-      launch_experts_of<type, 8>(device, w, x, p);
-    else
-      launch_experts_of<type, 4>(device, w, x, p);
-  }
+  if (waits) begin_before_next();  // on every path
 }
 
 }  // namespace ds4::cuda

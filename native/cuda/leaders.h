@@ -15,20 +15,26 @@ struct Leaders {
   int size[kMostPairs];
   int16_t members[kMostPairs][kEach];
 
-  // By a block of at least kMostPairs threads; `scratch` holds 2 * kMostPairs words.
+  // By a block of at least kMostPairs threads; `scratch` holds 2 * kMostPairs words, aligned to four.
   __device__ __forceinline__ void find(const int32_t* experts, int pairs, int* scratch) {
     const int p = threadIdx.x;
     int* const place = scratch + kMostPairs;
-    const int own = p < pairs ? experts[p] : -1;
+    const int own = p < pairs ? __ldcg(experts + p) : -1;
     if (p < kMostPairs) scratch[p] = own;
     __syncthreads();
     int lead = p, rank = 0;
     bool leads = false;
     if (p < kMostPairs) {
-      for (int i = 0; i < p; ++i) {
-        if (scratch[i] != own) continue;
-        if (rank == 0) lead = i;
-        rank = rank + 1 == kEach ? 0 : rank + 1;
+      const int before = p < pairs ? p : 0;
+      for (int i = 0; i < before; i += 4) {
+        const int4 four = *reinterpret_cast<const int4*>(scratch + i);
+        const int e[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          if (e[k] != own || i + k >= before) continue;
+          if (rank == 0) lead = i + k;
+          rank = rank + 1 == kEach ? 0 : rank + 1;
+        }
       }
       leads = p < pairs && rank == 0;
       const unsigned vote = __ballot_sync(0xFFFFFFFFu, leads);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/dense_blocks.h"
-#include "cuda/expert_blocks.h"
 #include "cuda/stream_blocks.h"
 #include "cuda/tile_blocks.h"
 #include "cuda/wide_blocks.h"
@@ -13,8 +12,6 @@ template <DType type>
 void launch_blocks(const Device& device, const Planes& w, const Activations& x, const LinearArgs& p) {
   if (p.items)
     launch_item_tiles<type>(device, w, x, p);
-  else if (expert_kernel_takes<type>(device, p))
-    launch_experts<type>(device, w, x, p);
   else if (dense_kernel_takes<type>(device, p))
     launch_dense<type>(device, w, x, p);
   else if (p.experts ? p.alone : p.T == 1)

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cuda/device_math.h"
+#include "cuda/expert_kernels.h"
 #include "cuda/moe.h"
 
 namespace ds4::cuda {
@@ -101,18 +102,28 @@ __global__ void add_experts(Addends a, int64_t dim, float* y, int64_t stride) {
   y[t * stride + d] = sum;
 }
 
-// The product of one expert matrix per pair.
-void expert_linear(Context& context, const CudaWeight& w, int64_t rows, Tensor x, LinearArgs args) {
+// The product of one expert matrix per pair. `hidden`: x is what the gates and ups of the same pairs gave, `early`:
+// through linear_experts. Returns whether this product went through it, too.
+bool expert_linear(Context& context, const CudaWeight& w, int64_t rows, Tensor x, LinearArgs args, bool hidden,
+                   bool early) {
   const Segment& s = w.segments.front();
   args.rows = args.rank = rows;
   args.cols = w.cols();
   args.T = x.n;
+  if (!s.stride && experts_take(context.device, s, args)) {
+    if (hidden)
+      linear_experts(context.device, s, {.rounded = {}, .rows = x.data, .early = early}, args);
+    else
+      linear_experts(context.device, s, {.rounded = context.quantized(x, nullptr, 0, false)}, args);
+    return true;
+  }
   if (s.stride) {
     require(x.dim % 8 == 0 && x.stride % 4 == 0, "experts of float types have a multiple of 8 columns");
     linear_floats(context.device, s, x.data, x.stride, args);
   } else {
     linear_blocks(context.device, s, context.quantized(x, nullptr, 0, args.items != nullptr), args);
   }
+  return false;
 }
 
 }  // namespace
@@ -174,14 +185,14 @@ void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down
   const Tensor hidden(context.workspace.get<float>(Workspace::Hidden, pairs * ff), pairs, ff);
   args.y = hidden.data;
   args.y_stride = ff;
-  expert_linear(context, gate_up, 2 * ff, x, args);
+  const bool taken = expert_linear(context, gate_up, 2 * ff, x, args, false, false);
 
   const Tensor products(context.workspace.get<float>(Workspace::Products, pairs * width), pairs, width);
   args.per_row = 1;
   args.epilogue = Epilogue::Store;
   args.y = products.data;
   args.y_stride = width;
-  expert_linear(context, down, width, hidden, args);
+  expert_linear(context, down, width, hidden, args, true, taken);
   context.owed = {y, {products.data, routing.weights, static_cast<int32_t>(routing.k)}};
   if (!apart && x.n <= kFewRows) settle(context);  // read once
 }
