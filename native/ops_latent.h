@@ -181,6 +181,13 @@ class LatentOps {
   //   logits [T, E], bias [1, E] or null, table [vocab, k] as I32 or null
   virtual Routing route(Tensor logits, const Weight* bias, const Weight* table, std::span<const int32_t> ids, int64_t k,
                         float scale) = 0;
+  // The routes of logits = W x; `logits` is room for them and may be left as it is.
+  //   W [E, H], x [T, H], logits [T, E]
+  virtual Routing router(Ops& ops, const Weight& w, Tensor x, Tensor logits, const Weight* bias, const Weight* table,
+                         std::span<const int32_t> ids, int64_t k, float scale) {
+    ops.linear(w, x, nullptr, nullptr, logits);
+    return route(logits, bias, table, ids, k, scale);
+  }
   // The experts' matrices in order, of one shape and type: gate_0, up_0, gate_1, ... for SwiGLU, down_0, ... for
   // Linear.
   virtual std::unique_ptr<Weight> load_experts(std::span<const MatrixView> parts, int64_t experts, WeightUse use) = 0;

@@ -388,7 +388,10 @@ class CpuLatent final : public LatentOps {
         const float x = row_of(logits, t)[e];
         const float softplus = x > 20 ? x : x < -20 ? std::exp(x) : std::log1p(std::exp(x));
         score[static_cast<size_t>(e)] = std::sqrt(softplus);
-        key[static_cast<size_t>(e)] = score[static_cast<size_t>(e)] + (add ? add[e] : 0.0f);
+        const float v = score[static_cast<size_t>(e)] + (add ? add[e] : 0.0f);
+        // What is no number, or not finite from below, is the lowest, and still above what was chosen.
+        key[static_cast<size_t>(e)] =
+            v >= std::numeric_limits<float>::lowest() ? v : std::numeric_limits<float>::lowest();
       }
       int32_t* chosen = out.experts + t * k;
       if (ints) {

@@ -129,12 +129,16 @@ void Context::normed(Tensor x, const float* gain, float eps, Tensor y) {
 }
 
 void Context::written(const Tensor& x) {
-  for (Rounded& r : kept_) {
-    if (!r.of.data || x.n == 0) continue;
-    const float *end = r.of.data + (r.of.n - 1) * r.of.stride + r.of.dim,
-                *x_end = x.data + (x.n - 1) * x.stride + x.dim;
-    if (x.data < end && r.of.data < x_end) r = {};
-  }
+  const auto overlap = [](const Tensor& a, const Tensor& b) {
+    const float *a_end = a.data + (a.n - 1) * a.stride + a.dim, *b_end = b.data + (b.n - 1) * b.stride + b.dim;
+    if (b.data >= a_end || a.data >= b_end) return false;
+    if (a.stride != b.stride) return true;
+    // Columns of one array.
+    const int64_t column = ((b.data - a.data) % a.stride + a.stride) % a.stride;
+    return column < a.dim || column + b.dim > a.stride;
+  };
+  for (Rounded& r : kept_)
+    if (r.of.data && r.of.n > 0 && x.n > 0 && overlap(r.of, x)) r = {};
 }
 
 Tensor Context::floats(Tensor x, const float* gain, float eps) {

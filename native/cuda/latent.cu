@@ -10,6 +10,7 @@
 #include "cuda/latent.h"
 #include "cuda/latent_attention.h"
 #include "cuda/moe.h"
+#include "cuda/router.h"
 #include "quant/quant.h"
 
 namespace ds4::cuda {
@@ -745,6 +746,15 @@ class CudaLatentOps final : public LatentOps {
                 float scale) override {
     enter();
     return cuda::route(context_, logits, bias, table, ids, k, scale);
+  }
+
+  Routing router(Ops& ops, const Weight& w, Tensor x, Tensor logits, const Weight* bias, const Weight* table,
+                 std::span<const int32_t> ids, int64_t k, float scale) override {
+    enter();
+    require(x.n == logits.n && w.rows() == logits.dim, "router shapes");
+    Routing out;
+    if (route_rows(context_, on_device(w), x, bias, table, ids, k, scale, out)) return out;
+    return LatentOps::router(ops, w, x, logits, bias, table, ids, k, scale);
   }
 
   std::unique_ptr<Weight> load_experts(std::span<const MatrixView> parts, int64_t experts, WeightUse use) override {

@@ -3,6 +3,7 @@
 
 #include "cuda/async_copies.h"
 #include "cuda/device_math.h"
+#include "cuda/eight_weights.h"
 #include "cuda/linear.h"
 #include "cuda/matrix_math.h"
 #include "quant/quant.h"
@@ -90,42 +91,6 @@ __device__ __forceinline__ int rows_of_block(const LinearArgs& p, int64_t& exper
   return n;
 }
 
-// Eight weights as floats.
-template <class T>
-struct Eight;
-template <>
-struct Eight<float> {
-  float4 a, b;
-  __device__ __forceinline__ void load(const float* p) {
-    a = __ldg(reinterpret_cast<const float4*>(p));
-    b = __ldg(reinterpret_cast<const float4*>(p) + 1);
-  }
-  __device__ __forceinline__ void decode(float (&v)[8]) const {
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-  }
-};
-template <>
-struct Eight<__half> {
-  uint4 a;
-  __device__ __forceinline__ void load(const __half* p) { a = __ldg(reinterpret_cast<const uint4*>(p)); }
-  __device__ __forceinline__ void decode(float (&v)[8]) const {
-    const uint32_t w[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[2 * i] = half_bits(w[i] & 0xFFFFu), v[2 * i + 1] = half_bits(w[i] >> 16);
-  }
-};
-template <>
-struct Eight<__nv_bfloat16> {
-  uint4 a;
-  __device__ __forceinline__ void load(const __nv_bfloat16* p) { a = __ldg(reinterpret_cast<const uint4*>(p)); }
-  __device__ __forceinline__ void decode(float (&v)[8]) const {
-    const uint32_t w[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      v[2 * i] = __uint_as_float(w[i] << 16), v[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000u);
-  }
-};
-
 // ---- matrices, on the matrix units
 //
 // Order of additions for every T: a block of 32 columns by the units (matrix_math.h), blocks in order within a chain of
@@ -141,6 +106,7 @@ struct FloatArgs {
   float* y;
   const float* bias;
   bool add;
+  int64_t at_once = 0;  // tokens of a block of threads of stream_floats
 };
 
 __device__ __forceinline__ void store(const FloatArgs& p, int64_t row, int64_t token, float v) {
@@ -148,21 +114,28 @@ __device__ __forceinline__ void store(const FloatArgs& p, int64_t row, int64_t t
   y = p.add ? y + v : p.bias ? v + p.bias[row] : v;
 }
 
-// Few tokens. Bytes: W once, x once for each 16 rows, from the cache. A warp computes one chain of 16 rows, the block
-// of threads adds the chains.
-// kTail: the columns do not fill blocks of 32.
+// Few tokens. Bytes: W once for each group of tokens (from the cache after the first), x once for each 16 rows, from
+// the cache. A warp computes one chain of 16 rows, the block of threads adds the chains. Of eight tokens (NT = 1) a
+// warp copies its chain's columns to shared memory at once, so that their latency is waited for once. kTail: the
+// columns do not fill blocks of 32.
+constexpr int kStagePitch = kChainBlocks * 32 + 4;  // floats: lanes of a quarter warp fall into different banks
+
 template <class T, int NT, bool kTail>
 __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatArgs p) {
-  constexpr int kAhead = sizeof(T) == 4 || NT == 4 ? 2 : NT == 1 ? 8 : 4;  // blocks on their way
+  constexpr int kAhead = sizeof(T) == 4 || NT == 4 ? 2 : 8;  // blocks on their way
+  constexpr bool kStaged = NT == 1;
+  extern __shared__ float stages[];  // [warp][token][kStagePitch]
   __shared__ float part[kFloatWarps][NT * 128];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int blocks = static_cast<int>((p.cols + 31) / 32), chains = (blocks + kChainBlocks - 1) / kChainBlocks;
   const int at_once = min(chains, kFloatWarps), tile_rows = kFloatWarps / at_once;
   const int tiles = static_cast<int>((p.rank + 15) / 16), sub = warp / at_once;
-  const int64_t groups = p.rows / p.rank, all = groups * tiles;
+  const int64_t groups = p.rows / p.rank, all = groups * tiles, token0 = static_cast<int64_t>(blockIdx.y) * p.at_once;
   const int64_t tile = static_cast<int64_t>(blockIdx.x) * tile_rows + sub;
   const bool active = sub < tile_rows && tile < all;
   const int64_t group = active ? tile / tiles : 0, first = active ? tile % tiles * 16 : 0;
+  const int tokens = static_cast<int>(min(p.T - token0, p.at_once));
+  float* const own = stages + warp * (tokens * kStagePitch);
   const T* row[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) row[r] = w + (group * p.rank + min(first + g + 8 * r, p.rank - 1)) * p.w_stride + 8 * t;
@@ -180,6 +153,16 @@ __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatAr
     for (int i = 0; i < kAhead; ++i)
       if (i < n) load(block0 + i, raw[i]);
     if (pass == 0) begin_kernel();
+    const float* const x = p.x + token0 * p.x_stride + group * p.cols + block0 * 32;
+    if constexpr (kStaged) {
+      __syncwarp();
+      for (int token = 0; token < tokens; ++token)
+        for (int c = 4 * lane; c < n * 32; c += 128)
+          if (!kTail || block0 * 32 + c < p.cols)
+            copy_async(own + token * kStagePitch + c, x + token * p.x_stride + c, std::integral_constant<int, 16>{});
+      wait_for_copies();
+      __syncwarp();
+    }
     float acc[NT][4];
 #pragma unroll
     for (int i = 0; i < NT * 4; ++i) acc[i / 4][i % 4] = 0.0f;
@@ -187,8 +170,8 @@ __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatAr
 #pragma unroll
       for (int i = 0; i < kAhead; ++i)
         if (base + i < n) {
-          const int column = (block0 + base + i) * 32 + 8 * t;
-          const bool inside = !kTail || column < p.cols;
+          const int column = (base + i) * 32 + 8 * t;
+          const bool inside = !kTail || block0 * 32 + column < p.cols;
           float k[2][8];
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
@@ -199,14 +182,15 @@ __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatAr
           if (base + i + kAhead < n) load(block0 + base + i + kAhead, raw[i]);
 #pragma unroll
           for (int j = 0; j < NT; ++j) {
-            float x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            const int64_t token = j * 8 + g;
-            if (inside && token < p.T) {
-              const float4* from = reinterpret_cast<const float4*>(p.x + token * p.x_stride + group * p.cols + column);
-              const float4 lo = __ldg(from), hi = __ldg(from + 1);
-              x[0] = lo.x, x[1] = lo.y, x[2] = lo.z, x[3] = lo.w, x[4] = hi.x, x[5] = hi.y, x[6] = hi.z, x[7] = hi.w;
+            float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+            const int token = j * 8 + g;
+            if (inside && token < tokens) {
+              const float4* from = reinterpret_cast<const float4*>(kStaged ? own + token * kStagePitch + column
+                                                                           : x + token * p.x_stride + column);
+              const float4 lo = from[0], hi = from[1];
+              v[0] = lo.x, v[1] = lo.y, v[2] = lo.z, v[3] = lo.w, v[4] = hi.x, v[5] = hi.y, v[6] = hi.z, v[7] = hi.w;
             }
-            add_columns<sizeof(T) == 4>(acc[j], k, x);
+            add_columns<sizeof(T) == 4>(acc[j], k, v);
           }
         }
     if (pass > 0) __syncthreads();
@@ -228,8 +212,9 @@ __global__ void __launch_bounds__(kThreads, 1) stream_floats(const T* w, FloatAr
       total = v;
       if (!last) continue;
       const int64_t at = static_cast<int64_t>(blockIdx.x) * tile_rows + of;
-      const int64_t in_group = at % tiles * 16 + o % 128 / 8, token = o / 128 * 8 + o % 8;
-      if (at < all && in_group < p.rank && token < p.T) store(p, at / tiles * p.rank + in_group, token, v);
+      const int64_t in_group = at % tiles * 16 + o % 128 / 8;
+      const int token = o / 128 * 8 + o % 8;
+      if (at < all && in_group < p.rank && token < tokens) store(p, at / tiles * p.rank + in_group, token0 + token, v);
     }
   }
 }
@@ -338,8 +323,8 @@ __global__ void __launch_bounds__(32 * kRows * kColumns, kColumns == 1 ? 4 : 2) 
 
 template <class T, bool kTail>
 void launch_matrix(const Device& device, const Segment& w, const float* x, int64_t x_stride, const LinearArgs& a) {
-  const FloatArgs p{a.rows, a.rank, (a.cols + 7) / 8 * 8,       a.T, w.stride, x_stride, a.y_stride, x,
-                    a.y,    a.bias, a.epilogue == Epilogue::Add};
+  FloatArgs p{a.rows, a.rank, (a.cols + 7) / 8 * 8,       a.T, w.stride, x_stride, a.y_stride, x,
+              a.y,    a.bias, a.epilogue == Epilogue::Add};
   const T* data = w.memory.as<T>();
   const int64_t tiles = (p.rank + 15) / 16, groups = p.rows / p.rank;
   if (p.T > 32) {
@@ -359,12 +344,23 @@ void launch_matrix(const Device& device, const Segment& w, const float* x, int64
   const int64_t chains = ((p.cols + 31) / 32 + kChainBlocks - 1) / kChainBlocks;
   const int64_t tile_rows = kFloatWarps / std::min<int64_t>(chains, kFloatWarps);
   const auto grid = static_cast<unsigned>((groups * tiles + tile_rows - 1) / tile_rows);
-  if (p.T <= 8)
-    launch_kernel(device.stream(), grid, kThreads, 0, stream_floats<T, 1, kTail>, data, p);
-  else if (p.T <= 16)
-    launch_kernel(device.stream(), grid, kThreads, 0, stream_floats<T, 2, kTail>, data, p);
-  else
+  constexpr int token_bytes = kFloatWarps * kStagePitch * static_cast<int>(sizeof(float));
+  const int64_t fit = (device.block_shared() - 9 * 1024) / token_bytes;
+  if (p.T > 16 || fit < 4) {
+    p.at_once = 32;
     launch_kernel(device.stream(), grid, kThreads, 0, stream_floats<T, 4, kTail>, data, p);
+    return;
+  }
+  p.at_once = fit < 8 ? 4 : 8;
+  constexpr auto kernel = stream_floats<T, 1, kTail>;
+  static const bool ready = [&] {
+    DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(p.at_once * token_bytes)));
+    return true;
+  }();
+  static_cast<void>(ready);
+  launch_kernel(device.stream(), dim3(grid, static_cast<unsigned>((p.T + p.at_once - 1) / p.at_once)), kThreads,
+                static_cast<size_t>(std::min(p.T, p.at_once) * token_bytes), kernel, data, p);
 }
 
 // ---- gates and ups, experts: plain f32 arithmetic

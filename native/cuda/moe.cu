@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cfloat>
 #include <string>
 #include <utility>
 
@@ -14,52 +13,6 @@ constexpr int kMostExperts = 1024;
 constexpr int64_t kRowsApart = 16;
 constexpr int kShortItems =
     16;  // rows of an item where experts have no more on average: more blocks of threads at once
-
-// Bytes: the logits and the bias once. One block of threads for each row: scores, then k rounds of a maximum by one
-// warp.
-__global__ void __launch_bounds__(256)
-    route_kernel(const float* logits, int64_t stride, int n_experts, const float* bias, const int32_t* table,
-                 const int32_t* ids, int k, float scale, int32_t* experts, float* weights) {
-  begin_kernel();
-  extern __shared__ float shared[];
-  float *score = shared, *key = shared + n_experts;
-  const int64_t t = blockIdx.x;
-  for (int e = threadIdx.x; e < n_experts; e += blockDim.x) {
-    const float x = logits[t * stride + e];
-    const float softplus = x > 20.0f ? x : x < -20.0f ? expf(x) : log1pf(expf(x));
-    score[e] = sqrtf(softplus);
-    const float v = bias ? score[e] + bias[e] : score[e];
-    key[e] = isnan(v) ? -FLT_MAX : v;
-  }
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
-  const int lane = threadIdx.x;
-  int32_t* chosen = experts + t * k;
-  float sum = 0.0f;
-  for (int i = 0; i < k; ++i) {
-    int best = INT_MAX;
-    if (table) {
-      best = table[static_cast<int64_t>(ids[t]) * k + i];
-    } else {
-      float largest = -INFINITY;
-      for (int e = lane; e < n_experts; e += 32)
-        if (key[e] > largest) largest = key[e], best = e;
-#pragma unroll
-      for (int m = 16; m > 0; m /= 2) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, largest, m);
-        const int at = __shfl_xor_sync(0xFFFFFFFFu, best, m);
-        if (other > largest || (other == largest && at < best)) largest = other, best = at;
-      }
-      if (lane == 0) key[best] = -INFINITY;
-      __syncwarp();
-    }
-    if (lane == 0) chosen[i] = best;
-    sum = sum + score[best];
-  }
-  __syncwarp();
-  sum = fmaxf(sum, 6.1035e-5f);
-  for (int i = lane; i < k; i += 32) weights[t * k + i] = score[chosen[i]] / sum * scale;
-}
 
 // Sorts the pairs (row, i) by expert and cuts each expert's pairs into items of at most `width`. One block of threads;
 // items beyond the last get no rows.
@@ -127,27 +80,6 @@ bool expert_linear(Context& context, const CudaWeight& w, int64_t rows, Tensor x
 }
 
 }  // namespace
-
-Routing route(Context& context, Tensor logits, const Weight* bias, const Weight* table, std::span<const int32_t> ids,
-              int64_t k, float scale) {
-  require(k > 0 && k <= logits.dim && logits.dim <= kMostExperts, "route shapes");
-  Routing out{context.integers(logits.n * k), context.scratch(logits.n, k).data, logits.n, k};
-  if (logits.n == 0) return out;
-  const int32_t *from = nullptr, *device_ids = nullptr;
-  if (table) {
-    const CudaWeight& t = on_device(*table);
-    require(t.table() && t.cols() == k && static_cast<int64_t>(ids.size()) == logits.n, "route table shape");
-    for (const int32_t id : ids) require(id >= 0 && id < t.rows(), "token id outside the routing table");
-    from = t.table();
-    device_ids = context.inputs.upload(ids);
-  }
-  launch_kernel(context.device.stream(), static_cast<unsigned>(logits.n), 256,
-                static_cast<size_t>(2 * logits.dim) * sizeof(float), route_kernel, logits.data, logits.stride,
-                static_cast<int>(logits.dim), bias ? vector_of(*bias, logits.dim, "route bias shape") : nullptr, from,
-                device_ids, static_cast<int>(k), scale, out.experts, out.weights);
-  DS4_CUDA(cudaGetLastError());
-  return out;
-}
 
 void experts(Context& context, const CudaWeight& gate_up, const CudaWeight& down, Tensor x, const Routing& routing,
              float limit, Tensor y) {

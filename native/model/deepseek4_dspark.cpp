@@ -69,7 +69,7 @@ class DSpark final : public DraftLayers {
     weights_.chain_in = layers_.one(file_.chain_in, WeightUse::Embedding);
     weights_.chain_out = layers_.one(file_.chain_out);
     weights_.sure = layers_.one(file_.sure);
-    for (const LayerFile& f : stage_files_) stages_.push_back(layers_.load(f));
+    for (const LayerFile& f : stage_files_) stages_.push_back(layers_.load(f, true));
     // hc_head with zero coefficients and no epsilon: every stream with the weight sigmoid(0) = 1 / 2.
     const int64_t n = shape_.streams;
     half_fn_ = layers_.one({zeros_.data(), n, n * shape_.width, DType::F32});

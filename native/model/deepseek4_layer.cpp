@@ -11,7 +11,7 @@ namespace {
 
 // Lanes (Ops::beside) of a layer.
 constexpr int kKeyLane = 0;  // the token's own key row; the indexer's queries
-constexpr int kRowLane = 1;  // compressed rows; the shared expert
+constexpr int kRowLane = 1;  // compressed rows; what is smaller of routing and shared expert
 
 // Steps of up to so many rows read every matrix once: products follow each other, each at the memory's whole rate, and
 // what is small runs beside the largest of them.
@@ -142,6 +142,7 @@ LayerFile Layers::read(TensorTable& tensors, const std::string& prefix, int64_t 
   f.q_a_norm = vector("attn_q_a_norm.weight", s.q_rank);
   f.q_b = matrix("attn_q_b.weight", s.q(), s.q_rank);
   f.kv = matrix("attn_kv.weight", s.head_dim, s.width);
+  f.q_kv = {f.q_a, f.kv};
   f.kv_norm = vector("attn_kv_a_norm.weight", s.head_dim);
   f.sinks = vector("attn_sinks.weight", s.heads);
   f.output_a = matrix("attn_output_a.weight", s.out_groups * s.out_rank, s.q() / s.out_groups);
@@ -222,15 +223,19 @@ std::unique_ptr<Weight> Layers::scaled(const MatrixView& view, WeightUse use) {
   return view.data ? keep(ops_->load(PlainViews({&view, 1}).views(), use)) : nullptr;
 }
 
-LayerWeights Layers::load(const LayerFile& f) {
+LayerWeights Layers::load(const LayerFile& f, bool keys_alone) {
   LayerWeights w;
   w.hc_attn_fn = one(f.hc_attn_fn, WeightUse::Precise), w.hc_attn_base = one(f.hc_attn_base),
   w.hc_attn_scale = one(f.hc_attn_scale);
   w.hc_ffn_fn = one(f.hc_ffn_fn, WeightUse::Precise), w.hc_ffn_base = one(f.hc_ffn_base),
   w.hc_ffn_scale = one(f.hc_ffn_scale);
   w.attn_norm = one(f.attn_norm);
-  w.q_a = scaled(f.q_a), w.q_a_norm = one(f.q_a_norm), w.q_b = scaled(f.q_b);
-  w.kv = scaled(f.kv), w.kv_norm = one(f.kv_norm), w.sinks = one(f.sinks);
+  if (keys_alone)
+    w.q_a = scaled(f.q_a), w.kv = scaled(f.kv);
+  else
+    w.q_kv = stack(f.q_kv);
+  w.q_a_norm = one(f.q_a_norm), w.q_b = scaled(f.q_b);
+  w.kv_norm = one(f.kv_norm), w.sinks = one(f.sinks);
   w.output_a = keep(latent_->load_grouped(PlainViews({&f.output_a, 1}).front(), shape_.out_groups));
   w.output_b = scaled(f.output_b);
   w.compressor = stack(f.compressor);
@@ -265,9 +270,9 @@ Activations Layers::activations(int64_t rows, bool compressing) const {
   a.mix = scratch(s.mix());
   a.x = scratch(s.width);
   a.out = scratch(s.width);
-  a.q_low = scratch(s.q_rank);
+  a.q_kv = scratch(s.q_rank + s.head_dim);
+  a.q_low = a.q_kv.columns(0, s.q_rank), a.kv = a.q_kv.columns(s.q_rank, s.head_dim);
   a.q = scratch(s.q());
-  a.kv = scratch(s.head_dim);
   a.attended = scratch(s.q());
   a.low = scratch(s.out_groups * s.out_rank);
   if (compressing) {
@@ -286,8 +291,14 @@ void Layers::enter_attention(const LayerWeights& w, const Tensor& streams, Activ
                       a.mix);
 }
 
-void Layers::low_queries(const LayerWeights& w, Activations& a) {
-  ops_->linear(*w.q_a, a.x, nullptr, nullptr, a.q_low);  // [T, q rank]
+void Layers::low_product(const LayerWeights& w, Activations& a) {
+  if (w.q_kv)
+    ops_->linear(*w.q_kv, a.x, nullptr, nullptr, a.q_kv);  // [T, q rank + D]
+  else
+    ops_->linear(*w.q_a, a.x, nullptr, nullptr, a.q_low);  // [T, q rank]
+}
+
+void Layers::finish_low_queries(const LayerWeights& w, Activations& a) {
   ops_->rms_norm(a.q_low, norm(w.q_a_norm), a.q_low);
 }
 
@@ -328,6 +339,12 @@ void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t rati
   const Tensor rope = ratio == 0 ? a.rope : a.rope_far;
   const bool selected = ratio == 4 && chooses(rows);
   Selection selection;
+  // Where a ring has room for the step's rows beside all that their windows see, they are stored at once.
+  const bool stored = rows.size() <= static_cast<size_t>(kRewindSlack);
+  const auto keys_of_step = [&] {
+    finish_keys(w, rope, a.kv);
+    if (stored) latent_->ring_store(a.kv, rows, at.window);
+  };
   // A token sees the row that it closes, so rows are compressed first.
   if (rows.size() <= kInOrder) {
     // Products one after the other, what needs little of the device beside them.
@@ -340,9 +357,9 @@ void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t rati
         compress_index(w, at, rows, a);
         if (selected) index_weights(w, a);
       });
-    ops_->linear(*w.kv, a.x, nullptr, nullptr, a.kv);
-    ops_->beside(kKeyLane, [&] { finish_keys(w, rope, a.kv); });
-    low_queries(w, a);
+    low_product(w, a);
+    ops_->beside(kKeyLane, keys_of_step);
+    finish_low_queries(w, a);
     if (selected) {
       ops_->linear(*w.index_q, a.q_low, nullptr, nullptr, a.index_q);
       ops_->beside(kRowLane, [&] {
@@ -353,14 +370,15 @@ void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t rati
     high_queries(w, rope, a);
     ops_->join();
   } else {
-    ops_->beside(kKeyLane, [&] { keys(w, a.x, rope, a.kv); });
     if (ratio != 0)
       ops_->beside(kRowLane, [&] {
         compressor(w, ratio, a);
         compress_rows(w, at, ratio, rows, a);
         if (ratio == 4) compress_index(w, at, rows, a);
       });
-    low_queries(w, a);
+    low_product(w, a);
+    ops_->beside(kKeyLane, keys_of_step);
+    finish_low_queries(w, a);
     if (selected)
       ops_->beside(kKeyLane, [&] {
         ops_->linear(*w.index_q, a.q_low, nullptr, nullptr, a.index_q);
@@ -374,7 +392,7 @@ void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t rati
 
   latent_->latent_attention_rope(a.q, a.kv, rows, attend_args(w, at, ratio), selected ? &selection : nullptr, rope,
                                  a.attended);
-  ops_->beside(kKeyLane, [&] { latent_->ring_store(a.kv, rows, at.window); });
+  if (!stored) ops_->beside(kKeyLane, [&] { latent_->ring_store(a.kv, rows, at.window); });
   attention_out(w, a);
 }
 
@@ -439,13 +457,23 @@ Selection Layers::select(const LayerState& at, std::span<const RowRef> rows, con
 // out = shared(x) + sum_k weight_k expert_k(x)
 void Layers::experts(const LayerWeights& w, std::span<const int32_t> ids, Activations& a) {
   const Shape& s = shape_;
-  ops_->beside(kRowLane, [&] {
+  const auto shared = [&] {
     latent_->linear_swiglu_clamped(*w.shared_gate_up, a.x, s.limit, a.hidden);
     ops_->linear(*w.shared_down, a.hidden, nullptr, nullptr, a.out);
-  });
-  ops_->linear(*w.router, a.x, nullptr, nullptr, a.router);  // [T, E]
-  const Routing routing =
-      latent_->route(a.router, w.router_bias.get(), w.router_table.get(), ids, s.used, s.route_scale);
+  };
+  Routing routing;
+  const auto route = [&] {
+    routing = latent_->router(*ops_, *w.router, a.x, a.router, w.router_bias.get(), w.router_table.get(), ids, s.used,
+                              s.route_scale);
+  };
+  // What is larger follows the kernel before at once.
+  if (a.x.n <= static_cast<int64_t>(kInOrder)) {
+    ops_->beside(kRowLane, route);
+    shared();
+  } else {
+    ops_->beside(kRowLane, shared);
+    route();
+  }
   ops_->join();
   latent_->moe(*w.experts_gate_up, *w.experts_down, a.x, routing, s.limit, a.out);
 }

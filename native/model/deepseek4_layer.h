@@ -49,6 +49,7 @@ template <class M, class Stack>
 struct LayerTensors {
   M hc_attn_fn, hc_attn_base, hc_attn_scale, hc_ffn_fn, hc_ffn_base, hc_ffn_scale;
   M attn_norm, q_a, q_a_norm, q_b, kv, kv_norm, sinks, output_a, output_b;
+  Stack q_kv;        // q_a and kv, which read the same x; loaded instead of them, or they instead of it
   Stack compressor;  // keys, gates, then the indexer's
   M compressor_bias, compressor_norm;
   M index_q, index_weight;
@@ -72,6 +73,7 @@ struct Activations {
   Tensor rope, rope_far;  // [T, cos | sin] of window-only layers, of compressing layers
   Tensor mix;             // [T, post | M]
   Tensor x, out;          // [T, H] into a sub-layer, out of it
+  Tensor q_kv;            // [T, q rank + D]: q_low, kv
   Tensor q_low, q;        // [T, q rank], [T, heads D]
   Tensor kv, attended;    // [T, D], [T, heads D]
   Tensor low;             // [T, groups * rank]
@@ -96,7 +98,8 @@ class Layers {
   void use(Ops& ops);
   Ops& ops() const { return *ops_; }
   LatentOps& latent() const { return *latent_; }
-  LayerWeights load(const LayerFile& f);
+  // `keys_alone`: for `keys`, which makes key rows without queries; for `attention` otherwise.
+  LayerWeights load(const LayerFile& f, bool keys_alone = false);
   // null for a view of nothing
   std::unique_ptr<Weight> one(const MatrixView& view, WeightUse use = WeightUse::Linear);
   // A matrix that the file may hold with scales beside it.
@@ -136,7 +139,8 @@ class Layers {
 
   // The parts of `attention`.
   void queries(const LayerWeights& w, const Tensor& rope, Activations& a) {  // a.q of a.x
-    low_queries(w, a);
+    low_product(w, a);
+    finish_low_queries(w, a);
     high_queries(w, rope, a);
   }
   void keys(const LayerWeights& w, const Tensor& x, const Tensor& rope, Tensor kv);
@@ -155,8 +159,9 @@ class Layers {
   void compress_rows(const LayerWeights& w, const LayerState& at, int64_t ratio, std::span<const RowRef> rows,
                      Activations& a);
   void compress_index(const LayerWeights& w, const LayerState& at, std::span<const RowRef> rows,
-                      Activations& a);                                           // of layers of ratio 4
-  void low_queries(const LayerWeights& w, Activations& a);                       // a.q_low of a.x
+                      Activations& a);                      // of layers of ratio 4
+  void low_product(const LayerWeights& w, Activations& a);  // of a.x: a.q_low before its norm, and a.kv if `w` has both
+  void finish_low_queries(const LayerWeights& w, Activations& a);
   void high_queries(const LayerWeights& w, const Tensor& rope, Activations& a);  // a.q of a.q_low
   bool chooses(std::span<const RowRef> rows) const;
   void finish_index_queries(const Tensor& rope, Activations& a);

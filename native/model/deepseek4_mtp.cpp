@@ -62,7 +62,7 @@ class Mtp final : public DraftLayers {
     weights_.head = layers_.one(file_.head);
     embed_ = weights_.embed ? weights_.embed.get() : shared.embed;
     head_ = weights_.head ? weights_.head.get() : shared.head;
-    layer_ = layers_.load(layer_file_);
+    layer_ = layers_.load(layer_file_, true);
   }
 
   int64_t absorb_floats() const override { return (file_.both.data ? 3 : 2) * shape_.streams * shape_.width; }

@@ -338,7 +338,8 @@ class ReferenceLatentOps final : public LatentOps {
       } else {
         std::iota(order.begin(), order.end(), 0);
         const auto key = [&](int32_t e) {
-          return score[static_cast<size_t>(e)] + (bias ? static_cast<double>(dense(*bias).row(0)[e]) : 0.0);
+          const double v = score[static_cast<size_t>(e)] + (bias ? static_cast<double>(dense(*bias).row(0)[e]) : 0.0);
+          return v >= -std::numeric_limits<float>::max() ? v : -static_cast<double>(std::numeric_limits<float>::max());
         };
         std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return key(a) > key(b); });
         std::copy_n(order.begin(), k, chosen);

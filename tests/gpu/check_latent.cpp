@@ -568,6 +568,81 @@ void check_experts(const Pair& p, Results& r, Random& random) {
   }
 }
 
+// The router's product and its choice as one operation: the bits of both, in any number of rows, again and again.
+void check_router(const Pair& p, Results& r, Random& random) {
+  struct Case {
+    int64_t experts, width, used;
+    DType type;
+  };
+  for (const Case& c : {Case{256, 4096, 6, DType::F16},
+                        {256, 4096, 6, DType::BF16},
+                        {20, 288, 3, DType::F16},
+                        {8, 256, 8, DType::BF16},
+                        {40, 2336, 4, DType::F32},
+                        {272, 512, 6, DType::F16}}) {
+    p.reset();
+    const int64_t T = 20, vocab = 40;
+    const Loaded w = load(p, random.matrix(c.type, c.experts, c.width, 0.05f), c.experts, c.width, c.type);
+    const Loaded bias = load(p, random.matrix(DType::F32, 1, c.experts, 0.3f), 1, c.experts, DType::F32);
+    std::vector<int32_t> table(static_cast<size_t>(vocab * c.used)), ids;
+    for (int64_t i = 0; i < vocab; ++i)
+      for (int64_t j = 0; j < c.used; ++j)
+        table[static_cast<size_t>(i * c.used + j)] = static_cast<int32_t>((i + j) % c.experts);
+    for (int64_t t = 0; t < T; ++t) ids.push_back(static_cast<int32_t>(random.below(vocab)));
+    const auto listed = p.cuda.latent()->load_table({table.data(), vocab, c.used, DType::I32});
+    const auto x = random.floats(T * c.width);
+    const Tensor in = upload(p.cuda, x, T, c.width);
+    const std::string shape =
+        "router " + std::to_string(c.experts) + "x" + std::to_string(c.width) + " " + dtype_name(c.type);
+    for (const Weight* const from : {static_cast<const Weight*>(nullptr), static_cast<const Weight*>(listed.get())})
+      for (const Weight* const add :
+           {static_cast<const Weight*>(nullptr), static_cast<const Weight*>(bias.cuda.get())}) {
+        const std::string what = shape + (from ? " by table" : "") + (add ? " with bias" : "");
+        const Tensor logits = poisoned(p.cuda, T, c.experts);
+        p.cuda.linear(*w.cuda, in, nullptr, nullptr, logits);
+        const Routing all = p.cuda.latent()->route(logits, add, from, ids, c.used, 1.5f);
+        const auto experts = integers(p.cuda, all.experts, T * c.used);
+        const auto weights = download(p.cuda, Tensor(all.weights, T, c.used));
+        for (const int64_t group : {1, 2, 3, 8, 9, 16, 17}) {
+          std::vector<int32_t> got;
+          std::vector<float> got_weights;
+          for (int64_t t = 0; t < T; t += group) {
+            const int64_t n = std::min(group, T - t);
+            const Routing part = p.cuda.latent()->router(
+                p.cuda, *w.cuda, in.rows(t, n), poisoned(p.cuda, n, c.experts), add, from,
+                std::span(ids).subspan(static_cast<size_t>(t)).first(static_cast<size_t>(n)), c.used, 1.5f);
+            const auto e = integers(p.cuda, part.experts, n * c.used);
+            const auto v = download(p.cuda, Tensor(part.weights, n, c.used));
+            got.insert(got.end(), e.begin(), e.end());
+            got_weights.insert(got_weights.end(), v.begin(), v.end());
+          }
+          r.expect(got == experts, what + " in groups of " + std::to_string(group));
+          r.equal(got_weights, weights, what + " weights in groups of " + std::to_string(group));
+        }
+        if (from || !add) continue;
+        const Routing want =
+            p.ref.latent()->router(p.ref, *w.ref, upload(p.ref, x, T, c.width), poisoned(p.ref, T, c.experts),
+                                   bias.ref.get(), nullptr, ids, c.used, 1.5f);
+        if (c.type == DType::BF16 && p.traits.rounds_to_bf16) continue;
+        r.expect(experts == std::vector<int32_t>(want.experts, want.experts + T * c.used), what + " experts");
+        r.close(weights, std::vector<float>(want.weights, want.weights + T * c.used), 1e-5, what + " weights");
+      }
+  }
+  // Biases that are no numbers or not finite: experts are chosen all the same, each once.
+  p.reset();
+  const int64_t E = 64, H = 256, k = 6;
+  std::vector<float> odd(static_cast<size_t>(E), -std::numeric_limits<float>::infinity());
+  odd[9] = odd[40] = std::numeric_limits<float>::quiet_NaN();
+  odd[33] = 1.0f, odd[2] = std::numeric_limits<float>::infinity();
+  std::vector<std::byte> bytes(odd.size() * sizeof(float));
+  std::memcpy(bytes.data(), odd.data(), bytes.size());
+  const Loaded bias = load(p, bytes, 1, E, DType::F32),
+               w = load(p, random.matrix(DType::F16, E, H, 0.05f), E, H, DType::F16);
+  const Routing got = p.cuda.latent()->router(p.cuda, *w.cuda, upload(p.cuda, random.floats(H), 1, H),
+                                              poisoned(p.cuda, 1, E), bias.cuda.get(), nullptr, {}, k, 1.5f);
+  r.expect(integers(p.cuda, got.experts, k) == std::vector<int32_t>{2, 33, 0, 1, 3, 4}, "router with odd biases");
+}
+
 }  // namespace
 
 void check_latent(Ops& cuda, Results& results, uint64_t seed, const Traits& traits) {
@@ -584,6 +659,7 @@ void check_latent(Ops& cuda, Results& results, uint64_t seed, const Traits& trai
   check_indexer(p, results, random);
   check_attention(p, results, seed + 2);
   check_experts(p, results, random);
+  check_router(p, results, random);
 }
 
 }  // namespace ds4::gpu
