@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kClearedAtOnce = 1024;
 
 // How long rows are copied before a step may have the backend, and bytes that are copied without a look at the clock.
-constexpr std::chrono::microseconds kHeld{500};
+constexpr std::chrono::microseconds kHeld{1000};
 constexpr size_t kCopiedAtOnce = size_t{256} << 10;
 // State that those may touch where it is in host memory: rows of a token lie together, and what is touched first is
 // costly.

@@ -106,7 +106,7 @@ class Session {
     size_t index;
     int64_t first, count;
   };
-  // All of them, one behind the other. The backend is held for about half a millisecond at a time, so that steps of
+  // All of them, one behind the other. The backend is held for about a millisecond at a time, so that steps of
   // other sessions come between; nobody else may use this one meanwhile.
   void export_rows(std::span<const Rows> which, std::span<std::byte> out) const;
   // Replaces the session: `begin_import` clears it and makes room for the tokens; rows follow; `finish_import` makes it
