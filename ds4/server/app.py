@@ -15,6 +15,7 @@ from pathlib import Path
 from ds4.engine.types import EngineLike, MemoryPlan
 from ds4.prompt.registry import syntax_of
 from ds4.server.api.service import Service
+from ds4.server.arrivals import Arrivals
 from ds4.server.bind import BindError, reason
 from ds4.server.bridge import Bridge
 from ds4.server.checkpoints import Checkpoints
@@ -67,6 +68,7 @@ class App:
         markers = self._markers()
         bridge = Bridge(asyncio.get_running_loop())
         metrics = Metrics(config.engine.slots)
+        arrivals = Arrivals()
         chunk = config.engine.prefill_chunk or self.engine.config.prefill_chunk
         self._scheduler = Scheduler(
             self.engine,
@@ -83,6 +85,7 @@ class App:
             log_route=bridge.log_route,
             markers=markers,
             names_elsewhere=True,
+            expected=arrivals.expected,
         )
         bridge.connect(self._scheduler)
         self._service = Service(
@@ -104,6 +107,7 @@ class App:
             gate=router.gate,
             error_body=router.error_body,
             observers=(metrics, HttpLog()),
+            arrivals=arrivals,
         )
         try:
             await self._http.start(config.host, config.port)

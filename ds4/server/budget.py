@@ -12,6 +12,7 @@ room for a step follows from them (`Budget`):
     `alone`         nobody decodes: `step_seconds`, or so long that the fixed part is a small share of it
     `beside`        streams decode: as long as they take themselves, or a few fixed parts
     `together`      streams that have one token only wait for the prompts that came with them, if that is soon
+    `gather`        an idle engine waits for requests that are on their way, a part of what a step for them would cost
     `worth_a_step`  a prompt that begins like one of this step waits for the next, if what it can copy then would take
                     longer than a fixed part
 
@@ -48,6 +49,8 @@ ALONE_FIXED = 16
 """Fixed parts that a step without streams may take: a sixteenth of it is lost."""
 ALONE_SECONDS = 0.4
 """It takes no longer on that account: a new request waits for it."""
+GATHER_SHARE, GATHER_SECONDS = 0.5, 0.02
+"""Of a step's fixed part that may be waited for others on their way, and at most."""
 TOGETHER_SECONDS = 0.3
 """Between the first token of a stream and its second, at most, so that prompts beside it are evaluated without it; or
 two steps."""
@@ -256,6 +259,11 @@ class Budget:
         patience = max(TOGETHER_SECONDS, 2 * self._alone_seconds())
         total = math.ceil(tokens / step) * cost.fixed + tokens * each
         return waited + cost.fixed + min(tokens, step) * each <= patience and total <= 2 * patience
+
+    def gather(self) -> float:
+        """Seconds that a step may wait for prompts that are on their way: each that comes in time saves a fixed part.
+        0 while no more is known than that steps of one size take some time."""
+        return min(GATHER_SECONDS, GATHER_SHARE * self.cost.fixed_at_least)
 
     def worth_a_step(self, tokens: int) -> bool:
         """Does it take longer to evaluate so many prompt tokens than to make one more step?"""

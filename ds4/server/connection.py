@@ -213,6 +213,7 @@ class Connection(asyncio.Protocol):
         self._in_head = True
         self._started = self._last_read
         self.idle_since = 0.0
+        self.server.arrivals.expect(self)
 
     def on_url(self, url: bytes) -> None:
         if self._replaying:
@@ -282,6 +283,7 @@ class Connection(asyncio.Protocol):
         request.body = body[0] if len(body) == 1 and isinstance(body[0], bytes) else join_roomy(body)
         request.received = self._last_read
         self._queue.append((request, self._refusal))
+        self.server.arrivals.expect(self)
         self._deaf = not request.keep_alive
         self._reset()
 
@@ -561,6 +563,7 @@ class Connection(asyncio.Protocol):
         self._task = None
         self.server.body_bytes -= self._charged
         self._charged = 0
+        self.server.arrivals.settled(self)
         self.server.answered(request, responder.status, reason)
         if self.gone or self._closing:
             return
@@ -571,6 +574,10 @@ class Connection(asyncio.Protocol):
             # The rest of the next request waited for this response, not for its sender.
             self._started = self._last_read = time.monotonic()
         self._pump()
+
+    def handed_over(self) -> None:
+        """What the running request asks for is about to wait for others than the event loop."""
+        self.server.arrivals.settled(self)
 
     def check_unsent(self) -> None:
         """Called after a write above the high-water mark: bounds what a writer that never drains can pile up."""
@@ -605,6 +612,7 @@ class Connection(asyncio.Protocol):
         if self.gone:
             return
         self.gone = self._deaf = self._closing = True
+        self.server.arrivals.settled(self)
         self._queue.clear()
         self._held.clear()
         self.flow.lose()

@@ -62,11 +62,11 @@ def share_interpreter() -> None:
 
 
 def run_once(engine: EngineLike, scheduler: Scheduler) -> bool:
-    """One round of the loop; False when there was nothing to compute and it waited for a message instead."""
+    """One round of the loop; False when there was nothing to compute yet and it waited for a message instead."""
     plan = scheduler.plan()
     if not plan.rows:
         if not scheduler.stopped:
-            scheduler.wait()
+            scheduler.wait(plan.hold or None)
         return False
     try:
         results = engine.step(plan.rows)

@@ -105,6 +105,7 @@ class Generation:
         "_greedy",
         "_last_token",
         "_matcher",
+        "_most",
         "_over",
         "_parser",
         "_reasoning_tokens",
@@ -186,6 +187,8 @@ class Generation:
         self._first_token = 0.0
         self._reasoning_tokens = 0
         self._last_token = -1
+        self._most = request.max_tokens
+        """Tokens at most, known in full when the prompt is evaluated."""
         self._ended = False
         """Decoding came to an end; it was not cancelled."""
         self._over = False
@@ -341,6 +344,8 @@ class Generation:
             raise EngineError("no token can be chosen: all are forbidden or their logits are not numbers")
         if self.completion_tokens == 0:
             self._first_token = now
+            # The last one drawn is never evaluated, so one more than the context has room for.
+            self._most = min(self._most, self.slot.session.ctx - self.prompt_tokens + 1)
         self.last_token_time = now
         constrained = self._constrained
         if token in self._eos:
@@ -368,7 +373,7 @@ class Generation:
         if complete or parser.stop_now:
             self._end("eos", now, events)
             return True
-        if self.completion_tokens >= self.job.request.max_tokens or self.slot.session.n_tokens >= self.slot.session.ctx:
+        if self.completion_tokens >= self._most:
             self._end("length", now, events)
             return True
         if parser.greedy != self._greedy:

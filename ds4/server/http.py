@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 
+from ds4.server.arrivals import Arrivals
 from ds4.server.connection import Connection
 from ds4.server.hosts import HostPolicy
 from ds4.server.message import CORS_HEADERS, Limits, Observer, Refusal, Request, header_lines
@@ -68,12 +69,15 @@ class HttpServer:
         gate: Gate | None = None,
         error_body: ErrorBody = default_error_body,
         observers: Sequence[Observer] = (),
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.handler = handler
         self.limits = limits or Limits()
         self.gate = gate
         self.error_body = error_body
         self.observers = tuple(observers)
+        self.arrivals = arrivals or Arrivals()
+        """Is told of connections and requests that have not come to their handler's work."""
         self.cors = cors
         self.host = ""
         self.port = 0
@@ -175,6 +179,7 @@ class HttpServer:
                 return False
             min(idle, key=lambda c: c.idle_since).close_if_idle()
         self._connections.add(connection)
+        self.arrivals.expect(connection)
         self._count()
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(self._sweep_interval, self._sweep)
@@ -184,6 +189,7 @@ class HttpServer:
         if connection not in self._connections:
             return
         self._connections.discard(connection)
+        self.arrivals.settled(connection)
         self._count()
         if not self._connections and self._empty is not None and not self._empty.done():
             self._empty.set_result(None)

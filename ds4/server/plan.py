@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ds4.server.generation import Generation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Work:
     """Whose row it is; `end` is the prompt position after a prefill chunk, None for a decode row."""
 
@@ -26,6 +26,8 @@ class Plan:
     work: list[Work] = field(default_factory=list)
     prefill_tokens: int = 0
     started: float = 0.0
+    hold: float = 0.0
+    """Without rows: there is work, but more is on its way; seconds after which to plan again at the latest."""
 
     def add(self, row: Row, work: Work) -> None:
         self.rows.append(row)

@@ -47,6 +47,10 @@ class Responder:
         else:
             self._callbacks.append(callback)
 
+    def handed_over(self) -> None:
+        """Called just before the request goes to the scheduler: it is on its way no more."""
+        self._connection.handed_over()
+
     def send(
         self,
         status: int,

@@ -15,6 +15,8 @@ the same grid. A prompt that becomes complete draws its first token in the same 
 arrive together one is evaluated; the others wait a step and fork what they share, if that is worth a step. A checkpoint
 is loaded beside the running steps; its session joins them when it is complete.
 
+An engine that is idle when a prompt comes waits a little for others that are on their way (`ds4.server.arrivals`).
+
 A generation that decodes alone has the engine guess ahead, where it can and as long as that pays.
 
 Admission is first in, first out. Two threads meet here: any thread may `submit`, `cancel` and `shutdown`, which only
@@ -39,6 +41,7 @@ import numpy.typing as npt
 from ds4._core import common_prefix_tokens
 from ds4.engine.drafting import DraftPolicy
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
+from ds4.server.arrivals import Gathering
 from ds4.server.budget import GRAIN, Budget, Limits
 from ds4.server.generation import Generation, Job, Restoring
 from ds4.server.naming import Names, Naming
@@ -123,9 +126,11 @@ class Scheduler:
         markers: Markers | None = None,
         log_route: Callable[[str], None] = log_route,
         names_elsewhere: bool = False,
+        expected: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`log_route` takes each decision where it is made, in one line; another thread may better write it down."""
+        """`log_route` takes each decision where it is made, in one line; another thread may better write it down.
+        `expected`: are requests on their way that an idle engine should wait for? See `ds4.server.arrivals`."""
         self.slots = Slots(engine, config.slots, checkpoints.store if checkpoints else None)
         self._snapshots = Snapshots(engine, self.slots, markers, clock)
         self.stopped = False
@@ -144,11 +149,12 @@ class Scheduler:
         self._queue: deque[Job] = deque()
         self._outbox: list[tuple[Job, list[Event]]] = []
         self._admitted: list[Generation] = []
-        """In this round."""
+        """Since the last step."""
         self._line: list[Generation] = []
         """Prefills in the order of their turns."""
         limits = Limits(config.prefill_quantum, config.mixed_prefill_quantum, config.step_seconds)
         self._budget = Budget(limits, first=engine.config.prefill_chunk)
+        self._gathering = Gathering(expected)
         self._deadline: float | None = None
 
     # ---- any thread
@@ -224,11 +230,14 @@ class Scheduler:
         """Takes in what arrived, admits what fits and lays out the next step; no rows when there is nothing to do."""
         now = self._clock()
         self._take_messages()
-        self._admitted.clear()
         self._admit(now)
         self._drain(now)
         plan = Plan()
         streams = [g for slot in self.slots if (g := slot.generation) is not None and not g.prefilling]
+        plan.hold = self._hold(now)
+        if plan.hold:
+            self._flush()
+            return plan
         together = self._together(streams, now)
         if not together:
             self._add_decode(plan, streams)
@@ -240,6 +249,7 @@ class Scheduler:
         self._flush()
         if self._observer is not None and not plan.rows:
             self._tell(self._observer.on_idle)
+        self._admitted.clear()
         plan.started = self._clock()
         return plan
 
@@ -258,23 +268,25 @@ class Scheduler:
             events: list[Event] = []
             before = generation.last_token_time
             try:
-                if work.end is None:
-                    if result.ahead is not None:
-                        drafted += result.ahead.drafted
-                        draft_seconds = result.ahead.seconds
-                        if self._config.draft_timing:
-                            generation.draft_seconds += draft_seconds
+                if work.end is not None:
+                    over = generation.prefilled(work.end, result, now, events)
+                    if work.end == generation.prompt_tokens:
+                        if generation.completion_tokens:
+                            ttft.append(now - (job.request.created or job.submitted))
+                        self._evaluated(generation)
+                    self._reached(generation)
+                elif result.ahead is None:
+                    over = generation.accept(result, now, events)
+                    self._reached(generation)
+                    itl.append(now - before)
+                else:
+                    drafted += result.ahead.drafted
+                    draft_seconds = result.ahead.seconds
+                    if self._config.draft_timing:
+                        generation.draft_seconds += draft_seconds
                     over, count = generation.accept_all(result, now, events, partial(self._reached, generation))
                     accepted += count - 1
                     itl += [now - before] + [0.0] * (count - 1)
-                else:
-                    over = generation.prefilled(work.end, result, now, events)
-                    if work.end == generation.prompt_tokens and generation.completion_tokens:
-                        ttft.append(now - (job.request.created or job.submitted))
-                if work.end == generation.prompt_tokens:
-                    self._evaluated(generation)
-                if work.end is not None:
-                    self._reached(generation)
             except Exception as error:
                 self._end(generation, self._failure(error), events)
                 continue
@@ -314,8 +326,10 @@ class Scheduler:
 
     def _reached(self, generation: Generation) -> None:
         """A chunk or a token was evaluated."""
-        generation.passed()
-        self._snapshots.reached(generation)
+        if generation.frontiers:
+            generation.passed()
+        if generation.places:
+            self._snapshots.reached(generation)
         if self._checkpoints is not None:
             self._checkpoints.reached(generation)
 
@@ -348,9 +362,12 @@ class Scheduler:
             self._checkpoints.store.close()
         self.slots.close()
 
-    def wait(self) -> None:
-        """Blocks until a message arrives."""
-        self._receive(self._inbox.get())
+    def wait(self, seconds: float | None = None) -> None:
+        """Blocks until a message arrives, or for so many seconds."""
+        try:
+            self._receive(self._inbox.get(timeout=seconds))
+        except Empty:
+            pass
 
     # ---- messages
 
@@ -511,6 +528,22 @@ class Scheduler:
         for generation in streams:
             plan.add(generation.decode_row(), Work(generation))
 
+    def _hold(self, now: float) -> float:
+        """Seconds that the prompts should wait for others on their way: 0 where something has begun already, a step is
+        full, or nobody else would get a slot."""
+        new = [g for g in self._line if g.slot.generation is g and not g.begun]
+        busy = self.slots.n_busy if new else 0
+        if (
+            not new
+            or len(new) < busy
+            or busy == len(self.slots)
+            or self._deadline is not None
+            or sum(g.prompt_tokens - g.position for g in new) >= self._budget.alone()
+        ):
+            self._gathering.over()
+            return 0.0
+        return self._gathering.hold(now, self._budget.gather())
+
     def _together(self, streams: Sequence[Generation], now: float) -> bool:
         """Do the streams wait for the prompts? Where none has more than its first token, none has waited for long, and
         the end of the prompts is near."""
@@ -530,6 +563,9 @@ class Scheduler:
     def _add_prefill(self, plan: Plan) -> None:
         """Chunks of the waiting prompts, in turn, up to one budget; who comes first goes to the end of the line."""
         waiting = [g for g in self._line if g.slot.generation is g and g.prefilling]
+        if not waiting:
+            self._line = waiting
+            return
         new = sum(not generation.begun for generation in waiting)
         budget = left = self._budget.beside(len(plan.rows)) if plan.rows else self._budget.alone()
         grain = min(GRAIN, self._config.mixed_prefill_quantum, budget)

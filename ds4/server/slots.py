@@ -130,7 +130,7 @@ class Slots:
 
     @property
     def n_busy(self) -> int:
-        return sum(slot.busy for slot in self._slots)
+        return sum(slot.generation is not None for slot in self._slots)
 
     def route(self, query: Query, now: float) -> Route | None:
         """The best free slot for the prompt, or None while all are busy. Changes nothing.

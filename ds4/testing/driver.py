@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from ds4.engine.types import SamplingParams
@@ -58,6 +59,7 @@ class Driver:
         checkpoints: Checkpoints | None = None,
         observer: Observer | None = None,
         names_elsewhere: bool = False,
+        expected: Callable[[], bool] = lambda: False,
         **config: Any,
     ) -> None:
         self.engine = engine
@@ -70,6 +72,7 @@ class Driver:
             checkpoints=checkpoints,
             observer=observer,
             names_elsewhere=names_elsewhere,
+            expected=expected,
             clock=self.clock,
         )
         self._events: dict[Job, list[Event]] = {}
@@ -112,7 +115,10 @@ class Driver:
     def run(self, limit: int = 100_000) -> int:
         """Steps until nothing is left to do; returns how many. Raises TimeoutError after `limit`."""
         for count in range(limit):
-            if self.step().rows:
+            plan = self.step()
+            if plan.hold:
+                self.clock.sleep(plan.hold)
+            if plan.rows or plan.hold:
                 continue
             if not self.scheduler.restoring:
                 return count

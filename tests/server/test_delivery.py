@@ -68,6 +68,10 @@ class Client:
         self.gone = False
         self.request = SimpleNamespace(body=b"")
         self.lose: list[Callable[[], None]] = []
+        self.told: list[str] = []
+
+    def handed_over(self) -> None:
+        self.told.append("handed over")
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         self.lose.append(callback)
@@ -114,6 +118,7 @@ class Machine:
         pending = Pending(request)
         pending.submitted(cast(Any, SimpleNamespace(cancel=self.cancelled.append)), cast(Any, request.id))
         self.pending.append(pending)
+        self.client.told.append(request.id)
         return pending
 
     def send(self, *, stream: bool = True) -> Coroutine[Any, Any, None]:
@@ -142,6 +147,21 @@ def test_each_step_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         await sending
         assert machine.client.writes == [b"<", b"0a ", b"0b 0stop >"]
         assert machine.client.closed and not machine.cancelled
+
+    run(test)
+
+
+def test_a_request_is_on_its_way_no_more_before_the_engine_can_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the engine might take it for a sign of another one."""
+
+    async def test() -> None:
+        machine = Machine(monkeypatch, 2)
+        sending = asyncio.ensure_future(machine.send())
+        await asyncio.sleep(0)
+        assert machine.client.told == ["handed over", "r0", "r1"]
+        await machine.bring(END)
+        await machine.bring(END, choice=1)
+        await sending
 
     run(test)
 

@@ -58,6 +58,7 @@ async def send(
         if delivery is not None:
             delivery.end()
 
+    responder.handed_over()
     try:
         for request in requests:
             choices.append(service.submit(request, responder.request.body, stream=stream))
