@@ -5,7 +5,7 @@
 
 Weights of a random model say nothing, but cost what trained ones do; layers that share bytes of the file have copies of
 their own on the device. HTTP is `ds4-server`'s own application in this process with `bench.serve` in another, against
-the same work through `Engine.step`; `--trace` writes down its steps. Steps are what the scheduler may choose from:
+the same prompts through `Engine.step`; `--trace` writes down the steps of both. Steps are what the scheduler may choose from:
 prompts of 170 tokens, a long one's chunk, and both beside streams, with what its estimate makes of them.
 """
 
@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from ds4.engine.types import EngineConfig, Row, SamplingParams
 from ds4.server.app import App
 from ds4.server.budget import StepCost
 from ds4.server.config import ServerConfig
+from ds4.server.generation import Job
+from ds4.server.process import settle
+from ds4.server.types import GenerationRequest
 
 PARTS = ("open", "decode", "prefill", "steps", "drafts", "http")
 SHORT = 170
@@ -237,13 +241,14 @@ def drafts(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def own_rate(engine: Engine, width: int, n_prompt: int, n: int) -> float:
-    """Tokens/s of `width` prompts, in steps of the configured size, and n drawn tokens each, by Engine.step alone."""
+def own_rate(engine: Engine | Timed, given: Sequence[Sequence[int]], n: int) -> float:
+    """Tokens/s of the prompts, in steps of the configured size, and n drawn tokens each, by Engine.step alone."""
+    width = len(given)
     sessions = [engine.new_session() for _ in range(width)]
     samplers = [engine.new_sampler(GREEDY) for _ in range(width)]
     for sampler in samplers:
         sampler.forbid(sorted(engine.tokenizer.eos_ids))
-    prompts = [prompt(engine, n_prompt, 100 + s) for s in range(width)]
+    prompts = [list(tokens) for tokens in given]
     tokens = [0] * width
     start = now()
     while any(prompts):
@@ -289,19 +294,31 @@ def http(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     async def serve() -> None:
         app = App(engine, config)
         await app.start()
+        settle()
         timed = Timed(engine)
         app._thread._engine = timed
+        prompts: list[Sequence[int]] = []
+        submit = app._scheduler.submit
+
+        def noted(request: GenerationRequest, sink: object = None) -> Job:
+            prompts.append(request.prompt_tokens)
+            return submit(request, sink)
+
+        app._scheduler.submit = noted  # type: ignore[method-assign]
         served = asyncio.create_task(app.serve())
         for round_ in range(args.rounds + 1):
-            timed.steps.clear()
+            timed.forget()
+            prompts.clear()
             result = await _client(app.url, args.slots, args.tokens, 1000 + round_)
-            rate = own_rate(engine, args.slots, result["prompt_tokens"] // args.slots, args.tokens)
+            steps = timed.steps
+            timed.forget()
+            rate = own_rate(timed, prompts, args.tokens)
             print(f"  round {round_}: HTTP {result['output_tokens_per_s']:.1f}, engine {rate:.1f} tokens/s", flush=True)
             if args.trace:
                 cost = app._scheduler._budget.cost
                 line = f"round {round_}: a step takes {1e3 * cost.fixed:.1f} ms and {1e3 * cost.token:.3f} a token\n"
                 with args.trace.open("a") as out:
-                    out.write(line + trace(timed.steps))
+                    out.write(line + trace(steps) + "the engine alone\n" + trace(timed.steps))
             if round_:
                 found["http"].append(result["output_tokens_per_s"])
                 found["engine"].append(rate)

@@ -126,8 +126,8 @@ class Dictated:
         self._left.pop(id(sampler), None)
         return sampler
 
-    def step(self, rows: Sequence[Row]) -> list[RowResult]:
-        results = self._engine.step(rows)
+    def step(self, rows: Sequence[Row], *, wake: int | None = None) -> list[RowResult]:
+        results = self._engine.step(rows, wake=wake)
         return [result if row.sampler is None else self._word(row) for row, result in zip(rows, results, strict=True)]
 
     def _word(self, row: Row) -> RowResult:

@@ -55,15 +55,25 @@ class Timed:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.steps: list[Step] = []
+        self._seen: list[tuple[float, float, Sequence[Row]]] = []
 
-    def step(self, rows: Sequence[Row]) -> list[RowResult]:
+    def step(self, rows: Sequence[Row], *, wake: int | None = None) -> list[RowResult]:
         start = time.perf_counter()
-        results = self._engine.step(rows)
-        end = time.perf_counter()
-        decode = sum(len(row.tokens) == 1 for row in rows)
-        self.steps.append(Step(start, end, decode, sum(len(row.tokens) for row in rows) - decode))
+        results = self._engine.step(rows, wake=wake)
+        self._seen.append((start, time.perf_counter(), rows))
         return results
+
+    @property
+    def steps(self) -> list[Step]:
+        """Counted when asked for: the next step waits for whatever is done here."""
+        found = []
+        for start, end, rows in self._seen:
+            decode = sum(len(row.tokens) == 1 for row in rows)
+            found.append(Step(start, end, decode, sum(len(row.tokens) for row in rows) - decode))
+        return found
+
+    def forget(self) -> None:
+        self._seen.clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -95,7 +105,7 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     assert engine_id is not None
     rounds = []
     for i in range(args.rounds + 1):
-        timed.steps.clear()
+        timed.forget()
         before = thread_seconds()
         client = await load(args, app.port, 3000 + i)
         after = thread_seconds()
@@ -105,7 +115,7 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "engine": after[engine_id] - before[engine_id],
                 "all": sum(after.values()) - sum(before.get(t, 0.0) for t in after),
             }
-            rounds.append({"client": client, "cpu": cpu, "steps": list(timed.steps)})
+            rounds.append({"client": client, "cpu": cpu, "steps": timed.steps})
     app.request_stop()
     await app.serve()
     return rounds

@@ -116,6 +116,7 @@ class Model:
         rows: Sequence[
             tuple[Session, Tokens, Sampler | None, bool] | tuple[Session, Tokens, Sampler | None, bool, Tokens]
         ],
+        wake: int = -1,
     ) -> list[tuple[int | None, tuple[float, list[tuple[int, float]]] | None]]:
         """One forward pass over rows (session, tokens, sampler, want_logits, drafts); see `EngineLike.step`.
 

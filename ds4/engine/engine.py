@@ -187,12 +187,8 @@ class Engine(Described):
     def new_sampler(self, params: SamplingParams) -> SamplerLike:
         return new_sampler(params, self._vocab, self._model.module)
 
-    def step(self, rows: Sequence[Row]) -> list[RowResult]:
-        """Runs one forward pass over all rows and samples where asked; the GIL is released inside.
-
-        Logits of a row do not depend on the other rows, bit for bit. On an engine failure every session of the step is
-        cleared and EngineError raised; bad arguments (ValueError, ContextLengthError) change nothing.
-        """
+    def step(self, rows: Sequence[Row], *, wake: int | None = None) -> list[RowResult]:
+        """See `ds4.engine.types.EngineLike`."""
         model, module = self._model.native, self._model.module
         sessions, samplers = [], []
         for row in rows:
@@ -208,7 +204,8 @@ class Engine(Described):
             [
                 (session.native, row.tokens, sampler, row.want_logits, guesses)
                 for row, session, sampler, guesses in zip(rows, sessions, samplers, drafts, strict=True)
-            ]
+            ],
+            -1 if wake is None else wake,
         )
         now = time.monotonic()
         out = []

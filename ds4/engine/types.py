@@ -321,11 +321,15 @@ class EngineLike(Protocol):
 
     def new_session(self, ctx: int | None = None) -> SessionLike: ...
     def new_sampler(self, params: SamplingParams) -> SamplerLike: ...
-    def step(self, rows: Sequence[Row]) -> list[RowResult]:
+    def step(self, rows: Sequence[Row], *, wake: int | None = None) -> list[RowResult]:
         """Runs one forward pass over all rows and samples where asked; the GIL is released inside.
 
         Logits of a row do not depend on the other rows, bit for bit. On an engine failure every session of the
         step is cleared and EngineError raised; bad arguments (ValueError, ContextLengthError) change nothing.
+
+        `wake`: a non-blocking file descriptor that eight bytes are written to once the step is under way: when the
+        device computes, where that is another one than the processor, else just before. Whoever reads them has the
+        interpreter to itself meanwhile. Not written when the step fails before.
         """
 
     def close(self) -> None: ...

@@ -117,7 +117,7 @@ class App:
             if self._tracer is not None:
                 self._tracer.close()
             raise BindError(f"cannot listen on {config.host}:{config.port}: {reason(error)}") from None
-        self._thread = EngineThread(self.engine, self._scheduler)
+        self._thread = EngineThread(self.engine, self._scheduler, bridge)
         self._thread.start()
 
     def _open_store(self, tool_memory: ToolMemory) -> KvStore | None:

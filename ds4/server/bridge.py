@@ -1,13 +1,20 @@
 """The way over from the engine thread to the event loop, and back for cancellations.
 
 The scheduler hands over what one step produced in one call; one wake-up of the loop then spreads it over the
-generations that wait for it. A `Pending` is one request as its handler sees it: what each step brought, or cancelled.
+generations that wait for it. Waking a thread that sleeps takes 30 to 60 us, for which a device would wait: so handing
+over is one thing, ringing the bell another, which the next step may do when the device computes. A `Pending` is one
+request as its handler sees it: what each step brought, or cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ds4.server.log import log_generation
@@ -20,7 +27,11 @@ if TYPE_CHECKING:
     from ds4.server.trace import Record
 
 
+log = logging.getLogger("ds4.server")
+
 Listener = Callable[[Sequence[Event]], None]
+
+_ONE = (1).to_bytes(8, sys.byteorder)
 
 
 class Pending:
@@ -99,11 +110,18 @@ class Pending:
 
 
 class Bridge:
-    """Belongs to the event loop, but for `deliver`, which the engine thread calls."""
+    """Belongs to the event loop, but for what is marked as the engine thread's."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Reads on `loop` from now on."""
         self._loop = loop
         self._scheduler: Scheduler | None = None
+        self._handed: deque[tuple[Callable[[Any], None], object]] = deque()
+        """Calls that the loop is to make."""
+        self._ear, self._bell = socket.socketpair()
+        for end in (self._ear, self._bell):
+            end.setblocking(False)
+        loop.add_reader(self._ear.fileno(), self._heard)
 
     def connect(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -119,23 +137,44 @@ class Bridge:
         assert self._scheduler is not None
         self._scheduler.cancel(job)
 
+    # ---- engine thread
+
     def deliver(self, batch: list[tuple[Job, list[Event]]]) -> None:
-        """On the engine thread, once per step."""
-        if not self._soon(self._spread, batch):
+        """Once per step. The loop learns of it from the bell."""
+        if self._loop.is_closed():
+            # The process ends and nobody waits for this.
             for job, _ in batch:
                 self._name(job)
+        else:
+            self._handed.append((self._spread, batch))
 
     def log_route(self, line: str) -> None:
-        """On the engine thread, which has a step to begin: the loop has the time to write a line."""
-        self._soon(log_route, line)
+        """The engine thread has a step to begin: the loop has the time to write a line."""
+        self._handed.append((log_route, line))
 
-    def _soon(self, call: Callable[[Any], None], what: object) -> bool:
-        try:
-            self._loop.call_soon_threadsafe(call, what)
-        except RuntimeError:
-            # The loop is closed: the process ends and nobody waits for this.
-            return False
-        return True
+    def ring(self) -> None:
+        """Wakes the loop if there is something for it."""
+        if self._handed:
+            # Without room there are enough bytes to wake it.
+            with suppress(BlockingIOError):
+                self._bell.send(_ONE)
+
+    def due(self) -> int | None:
+        """The file descriptor that `ring` would write to, for others to do so; None: there is nothing."""
+        return self._bell.fileno() if self._handed else None
+
+    # ---- event loop
+
+    def _heard(self) -> None:
+        with suppress(BlockingIOError):
+            self._ear.recv(4096)
+        handed = self._handed
+        while handed:
+            call, what = handed.popleft()
+            try:
+                call(what)
+            except Exception as error:
+                log.error("what a step produced was not passed on: %s", error, exc_info=error)
 
     def _name(self, job: Job) -> None:
         if job.naming is not None:

@@ -365,9 +365,10 @@ class Scheduler:
     def wait(self, seconds: float | None = None) -> None:
         """Blocks until a message arrives, or for so many seconds."""
         try:
-            self._receive(self._inbox.get(timeout=seconds))
+            message = self._inbox.get(timeout=seconds)
         except Empty:
-            pass
+            return
+        self._receive(message)
 
     # ---- messages
 

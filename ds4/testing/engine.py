@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -383,7 +385,9 @@ class ScriptedEngine(Described):
         self.samplers.append(sampler)
         return sampler
 
-    def step(self, rows: Sequence[Row]) -> list[RowResult]:
+    def step(self, rows: Sequence[Row], *, wake: int | None = None) -> list[RowResult]:
+        if wake is not None:
+            os.write(wake, (1).to_bytes(8, sys.byteorder))
         if not self._running.acquire(blocking=False):
             raise RuntimeError("two threads in `step` at once")
         try:

@@ -3,6 +3,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -308,13 +309,20 @@ py::array_t<float> all_logits(LoadedModel& model, Session& session, const py::ha
   return out;
 }
 
+// As an eventfd takes it. Whoever reads there is awake already where there is no room.
+void write_one(int fd) {
+  const uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(fd, &one, sizeof(one));
+}
+
 py::tuple drawn(int32_t token, const Sampler& sampler, const SampleLogprobs& logprobs) {
   if (token < 0 || !sampler.wants_logprobs()) return py::make_tuple(token, py::none());
   return py::make_tuple(token, py::make_tuple(logprobs.chosen, logprobs.top));
 }
 
 // rows: [(session, tokens, sampler or None, want_logits[, drafts])] -> [(token or None, None or (logprob, top))]
-py::list step_model(LoadedModel& m, const py::sequence& rows) {
+// wake: a file descriptor, < 0: none.
+py::list step_model(LoadedModel& m, const py::sequence& rows, int wake) {
   const size_t n = rows.size();
   std::vector<StepRow> step_rows(n);
   std::vector<std::vector<int32_t>> ids(n), drafts(n);
@@ -335,7 +343,7 @@ py::list step_model(LoadedModel& m, const py::sequence& rows) {
   }
   {
     const py::gil_scoped_release release;
-    step(m, step_rows);
+    step(m, step_rows, wake < 0 ? std::function<void()>() : [wake] { write_one(wake); });
   }
   py::list out(n);
   for (size_t i = 0; i < n; ++i) {
@@ -468,7 +476,7 @@ void bind_engine(py::module_& m) {
           [](const LoadedModel& l, int64_t rows, int64_t wanted) { return l.model->workspace_bytes(rows, wanted); },
           py::arg("rows"), py::arg("wanted"))
       .def("hidden_states", &hidden_states, py::arg("tokens"), py::arg("inputs") = py::none())
-      .def("step", &step_model, py::arg("rows"))
+      .def("step", &step_model, py::arg("rows"), py::arg("wake") = -1)
       .def_property_readonly("drafter",
                              [](const LoadedModel& l) -> std::optional<std::string> {
                                const Drafter* d = l.model->drafter();

@@ -406,7 +406,7 @@ void check_step(const LoadedModel& model, std::span<const StepRow> rows, auto&& 
 
 }  // namespace
 
-void step(LoadedModel& loaded, std::span<StepRow> rows) {
+void step(LoadedModel& loaded, std::span<StepRow> rows, const std::function<void()>& under_way) {
   Backend& backend = *loaded.backend;
   backend.steps_waiting.fetch_add(1, std::memory_order_relaxed);
   const std::scoped_lock lock(backend.busy);
@@ -441,7 +441,9 @@ void step(LoadedModel& loaded, std::span<StepRow> rows) {
         for (int32_t i = first; i < static_cast<int32_t>(ids.size()); ++i) wanted.push_back(i);
     }
 
+    if (under_way && ops.host_memory()) under_way();
     const Tensor logits = forward_step(ops, *loaded.model, {.ids = ids, .rows = refs, .wanted = wanted, .probe = {}});
+    if (under_way && !ops.host_memory()) under_way();
 
     int64_t at = 0;
     std::vector<float> copy;

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -118,7 +119,7 @@ class Session {
   void finish_import(std::span<const float> logits);
 
  private:
-  friend void step(LoadedModel& model, std::span<struct StepRow> rows);
+  friend void step(LoadedModel& model, std::span<struct StepRow> rows, const std::function<void()>& under_way);
   friend std::vector<std::vector<int32_t>> draft(LoadedModel& model, std::span<const struct DraftRequest> rows);
 
   void forget_ahead() noexcept;
@@ -163,7 +164,10 @@ struct StepRow {
 
 // One forward pass over all rows. Checks everything first: on Invalid and ContextLength nothing has changed. On any
 // later failure all sessions of the step are cleared and StepFailed is thrown.
-void step(LoadedModel& model, std::span<StepRow> rows);
+//
+// `under_way` is called once, when the device computes and this thread has nothing to do but wait, or before the pass
+// where both are the processor; never when the step fails before. It must not touch sessions, and not wait.
+void step(LoadedModel& model, std::span<StepRow> rows, const std::function<void()>& under_way = {});
 
 // At most `most` tokens that may follow `token`, which was drawn after the session's last one.
 struct DraftRequest {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,26 @@ def test_generate_stops_at_the_context(gguf_file: Path) -> None:
     # Eight prompt tokens leave room for two fed ones; the token sampled after the last is still given out.
     text = list(engine.generate([40] * 8, params, max_tokens=100))
     assert 1 <= len(text) <= 4
+
+
+def test_a_step_wakes_whoever_waits_at_a_file_descriptor(engine: Engine) -> None:
+    session = engine.new_session()
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    try:
+        with pytest.raises(ContextLengthError):
+            engine.step([Row(session, [5] * 500)], wake=writes)
+        with pytest.raises(BlockingIOError):
+            os.read(reads, 100)
+        engine.step([Row(session, [5, 6])], wake=writes)
+        assert int.from_bytes(os.read(reads, 100), sys.byteorder) == 1, "once, as an eventfd takes it"
+        engine.step([Row(session, [7])])
+        with pytest.raises(BlockingIOError):
+            os.read(reads, 100)
+    finally:
+        os.close(reads)
+        os.close(writes)
+        session.close()
 
 
 def test_step_results_and_clock(engine: Engine) -> None:

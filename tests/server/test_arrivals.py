@@ -253,7 +253,7 @@ def test_sockets_and_requests_are_signs_until_they_are_handed_over_answered_or_g
         writer.write(b"ta")
         await until(lambda: held)
         assert seen == [True, True, False], "until it is handed over"
-        other, gone = await asyncio.open_connection("127.0.0.1", server.port)
+        _, gone = await asyncio.open_connection("127.0.0.1", server.port)
         await until(arrivals.expected)
         gone.close()
         await until(lambda: not arrivals.expected())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any, cast
@@ -56,6 +57,7 @@ def from_thread(bridge: Bridge, *batches: list[tuple[Job, list[Event]]]) -> None
     def deliver() -> None:
         for batch in batches:
             bridge.deliver(batch)
+        bridge.ring()
 
     thread = threading.Thread(target=deliver)
     thread.start()
@@ -153,6 +155,51 @@ def test_the_end_is_logged_even_when_the_client_is_gone(caplog: pytest.LogCaptur
         from_thread(bridge, [(scheduler.jobs[0], [Finish("cancelled", 1, 0, 0, 0)])])
         await asyncio.sleep(0.01)
         assert any("gone" in r.getMessage() and "finish=cancelled" in r.getMessage() for r in caplog.records)
+
+    run(test)
+
+
+def test_what_is_handed_over_is_heard_when_the_bell_rings_and_not_before() -> None:
+    async def test(bridge: Bridge, scheduler: Recorder) -> None:
+        pending = bridge.submit(request())
+        (job,) = scheduler.jobs
+        batches: list[Sequence[Event]] = []
+        pending.listen(batches.append)
+        assert bridge.due() is None
+        bridge.ring()  # for nobody
+        bridge.deliver([(job, [ContentDelta("a")])])
+        bell = bridge.due()
+        assert bell is not None
+        await asyncio.sleep(0.01)
+        assert batches == []
+        os.write(bell, bytes(8))  # as a step does
+        await asyncio.sleep(0.01)
+        assert batches == [[ContentDelta("a")]] and bridge.due() is None
+        for _ in range(100_000):  # more than there is room for
+            bridge.deliver([])
+            bridge.ring()
+        bridge.deliver([(job, [END])])
+        await asyncio.sleep(0.01)
+        assert batches[1:] == [[END]]
+
+    run(test)
+
+
+def test_one_that_breaks_keeps_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(bridge: Bridge, scheduler: Recorder) -> None:
+        first, second = bridge.submit(request("1")), bridge.submit(request("2"))
+        a, b = scheduler.jobs
+        batches: list[Sequence[Event]] = []
+
+        def broken(batch: Sequence[Event]) -> None:
+            raise ValueError("a listener that raises")
+
+        first.listen(broken)
+        second.listen(batches.append)
+        from_thread(bridge, [(a, [ContentDelta("a")])], [(b, [END])])
+        await asyncio.sleep(0.01)
+        assert batches == [[END]]
+        assert "a listener that raises" in caplog.text
 
     run(test)
 

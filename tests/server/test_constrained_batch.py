@@ -53,13 +53,13 @@ class Watched:
         self._awaited = 0
         self._together = threading.Event()
         self._together.set()
-        step: Callable[[Any], list[RowResult]] = server.engine.step
+        step = server.engine.step
         submit = server.app._scheduler.submit
 
-        def counted(rows: Any) -> list[RowResult]:
+        def counted(rows: Any, *, wake: int | None = None) -> list[RowResult]:
             assert self._together.wait(120)
             self.width = max(self.width, len(rows))
-            return step(rows)
+            return step(rows, wake=wake)
 
         def arrived(*arguments: Any) -> Any:
             job = submit(*arguments)
