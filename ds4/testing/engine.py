@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -387,7 +387,8 @@ class ScriptedEngine(Described):
 
     def step(self, rows: Sequence[Row], *, wake: int | None = None) -> list[RowResult]:
         if wake is not None:
-            os.write(wake, (1).to_bytes(8, sys.byteorder))
+            with suppress(BlockingIOError):  # full: whoever reads there is awake already
+                os.write(wake, (1).to_bytes(8, sys.byteorder))
         if not self._running.acquire(blocking=False):
             raise RuntimeError("two threads in `step` at once")
         try:
