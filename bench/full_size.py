@@ -5,8 +5,8 @@
 
 Weights of a random model say nothing, but cost what trained ones do; layers that share bytes of the file have copies of
 their own on the device. HTTP is `ds4-server`'s own application in this process with `bench.serve` in another, against
-the same prompts through `Engine.step`; `--trace` writes down the steps of both. Steps are what the scheduler may choose from:
-prompts of 170 tokens, a long one's chunk, and both beside streams, with what its estimate makes of them.
+the same prompts through `Engine.step`; `--trace` writes down the steps of both. Steps are what the scheduler may choose
+from: prompts of 170 tokens, a long one's chunk, and both beside streams, with what its estimate makes of them.
 """
 
 from __future__ import annotations
