@@ -612,7 +612,6 @@ class Connection(asyncio.Protocol):
         if self.gone:
             return
         self.gone = self._deaf = self._closing = True
-        self.server.arrivals.settled(self)
         self._queue.clear()
         self._held.clear()
         self.flow.lose()

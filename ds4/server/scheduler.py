@@ -500,10 +500,11 @@ class Scheduler:
         """
         job, slot = generation.job, generation.slot
         # What was found at the admission stands until something is evaluated.
-        known = generation in self._admitted and not plan.prefill_tokens
+        known = generation in self._admitted
         reuse = NOTHING if known else probe(slot, Lookup(job.query, self.slots))
+        held = generation.reuse.tokens if known else reuse.tokens
         for shared in _shared(plan, job):
-            new = shared - reuse.tokens
+            new = shared - held
             if new > Fork.margin and shared > generation.waited and self._budget.worth_a_step(new * waiting):
                 generation.waited = shared
                 return False
