@@ -66,7 +66,7 @@ class App:
         self._tracer = None if config.trace is None else Tracer(config.trace, self.engine.tokenizer)
         self._store = self._open_store(tool_memory)
         markers = self._markers()
-        bridge = Bridge(asyncio.get_running_loop())
+        self._bridge = bridge = Bridge(asyncio.get_running_loop())
         metrics = Metrics(config.engine.slots)
         arrivals = Arrivals()
         chunk = config.engine.prefill_chunk or self.engine.config.prefill_chunk
@@ -112,6 +112,7 @@ class App:
         try:
             await self._http.start(config.host, config.port)
         except OSError as error:
+            bridge.close()
             if self._store is not None:
                 self._store.close()
             if self._tracer is not None:
@@ -149,7 +150,9 @@ class App:
         self._service.keepalive.stop()
         # What is resident is written to disk first, however much it is.
         patience = 10.0 if self._store is None else None
-        if not await asyncio.to_thread(self._thread.join, patience):
+        if await asyncio.to_thread(self._thread.join, patience):
+            self._bridge.close()
+        else:
             log.error("the engine thread did not stop")
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

@@ -165,6 +165,12 @@ class Bridge:
 
     # ---- event loop
 
+    def close(self) -> None:
+        """After the engine thread's end: nothing is heard any more."""
+        self._loop.remove_reader(self._ear.fileno())
+        self._ear.close()
+        self._bell.close()
+
     def _heard(self) -> None:
         with suppress(BlockingIOError):
             self._ear.recv(4096)

@@ -49,6 +49,7 @@ def run(test: Any) -> None:
         bridge = Bridge(asyncio.get_running_loop())
         bridge.connect(cast("Scheduler", scheduler))
         await asyncio.wait_for(test(bridge, scheduler), 30)
+        bridge.close()
 
     asyncio.run(main())
 
