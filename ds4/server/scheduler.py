@@ -233,7 +233,7 @@ class Scheduler:
         self._admit(now)
         self._drain(now)
         plan = Plan()
-        streams = [g for slot in self.slots if (g := slot.generation) is not None and not g.prefilling]
+        streams = [g for slot in self.slots if (g := slot.generation) is not None and g.next_token is not None]
         plan.hold = self._hold(now)
         if plan.hold:
             self._flush()
@@ -527,8 +527,8 @@ class Scheduler:
 
     @staticmethod
     def _add_decode(plan: Plan, streams: Sequence[Generation]) -> None:
-        for generation in streams:
-            plan.add(generation.decode_row(), Work(generation))
+        plan.rows += [generation.decode_row() for generation in streams]
+        plan.work += map(Work, streams)
 
     def _hold(self, now: float) -> float:
         """Seconds that the prompts should wait for others on their way: 0 where something has begun already, a step is
