@@ -12,8 +12,8 @@ The last token drawn is never evaluated: after the end the session holds the pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Literal
 
 from ds4 import _core, _dsml
 from ds4.engine.types import Row, RowResult, SamplerLike
@@ -31,12 +31,8 @@ from ds4.server.types import (
     FinishReason,
     GenerationRequest,
     PrefillProgress,
-    ReasoningDelta,
     SampledToken,
     Started,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
 )
 
 if TYPE_CHECKING:
@@ -81,15 +77,6 @@ class Restoring:
 
     def __init__(self) -> None:
         self.over: Finish | Failed | None = None
-
-
-_TRANSLATE: dict[type, Callable[[Any], Event]] = {
-    _dsml.ReasoningDelta: lambda e: ReasoningDelta(e.text),
-    _dsml.ContentDelta: lambda e: ContentDelta(e.text),
-    _dsml.ToolCallStart: lambda e: ToolCallStart(e.index, e.name),
-    _dsml.ToolCallDelta: lambda e: ToolCallDelta(e.index, e.arguments),
-    _dsml.ToolCallEnd: lambda e: ToolCallEnd(e.index, e.raw),
-}
 
 
 class Generation:
@@ -366,7 +353,7 @@ class Generation:
         if matcher is not None:
             data, self._stop = matcher.feed(data)
         if data:
-            self._emit(parser.feed(data), events)
+            events += parser.feed(data)
         if self._stop is not None:
             self._end("stop", now, events)
             return True
@@ -388,19 +375,15 @@ class Generation:
 
     # ---- the end
 
-    def _emit(self, parsed: Sequence[object], events: list[Event]) -> None:
-        for item in parsed:
-            events.append(_TRANSLATE[type(item)](item))
-
     def _end(self, cause: Cause, now: float, events: list[Event]) -> None:
         parser = self._parser
         if self._matcher is not None and self._stop is None and not parser.stop_now:
             held = self._matcher.finish()
             if held:
-                self._emit(parser.feed(held), events)
+                events += parser.feed(held)
         self._ended = True
         self._over = not parser.reasoning_open
-        self._emit(parser.finish(cause), events)
+        events += parser.finish(cause)
         result = parser.result
         reason: FinishReason = result.finish
         error = result.error

@@ -13,6 +13,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ds4._dsml import ContentDelta as ContentDelta
+from ds4._dsml import ReasoningDelta as ReasoningDelta
+from ds4._dsml import ToolCallDelta as ToolCallDelta
+from ds4._dsml import ToolCallEnd as ToolCallEnd
+from ds4._dsml import ToolCallStart as ToolCallStart
 from ds4.engine.constraint import ConstraintLike
 from ds4.engine.types import SamplingParams, TokenLogprobs
 from ds4.errors import RequestError
@@ -84,7 +89,7 @@ class GenerationRequest:
     continues: Continuation | None = None
 
 
-# ---- events, in the order in which one generation may produce them ---------------------------------------------
+# ---- events, in the order in which one generation may produce them; deltas and calls are the parser's own ------
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,37 +108,6 @@ class PrefillProgress:
 
     done: int
     total: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """A fragment of the call's arguments as JSON text; the fragments together are one JSON object."""
-
-    index: int
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallEnd:
-    index: int
-    raw: bytes
-    """The exact sampled block, for tool memory."""
 
 
 @dataclass(frozen=True, slots=True)
