@@ -101,6 +101,9 @@ def common_prefix_tokens(a: Tokens, b: Tokens) -> int:
     Raises TypeError for what is no token sequence, OverflowError for an int of more than 64 bits.
     """
 
+def tokens_below(tokens: Tokens, limit: int) -> bool:
+    """Is each id one of 0 to `limit` - 1? Raises as `common_prefix_tokens`."""
+
 def use_sha1(name: str) -> str:
     """Chooses "sha-ni" or "portable"; returns what was in use. For tests. Raises ValueError for what the CPU lacks."""
 
@@ -121,3 +124,20 @@ def roomy(size: int) -> int:
 
 def join_roomy(parts: Sequence[Buffer]) -> bytes:
     """`b"".join(parts)`, in memory of a `roomy` size."""
+
+class Bell:
+    """One thread waits, any other rings; a ring before the wait counts, several count as one.
+
+    A core that has nothing to do falls asleep, and a thread on it takes 50 to 150 us to wake. Who is told that a ring
+    is near stays awake for a millisecond, and then gets the interpreter at the ring, before the one that rings goes on.
+    """
+
+    def wait(self) -> None:
+        """Until somebody has rung since the last wait. The interpreter is free meanwhile. One thread at a time."""
+    def wait_briefly(self) -> bool:
+        """As `wait`, awake and for at most 0.3 ms. Whether somebody has rung."""
+    def forget(self) -> None:
+        """Rings until now do not count."""
+    def ring(self) -> None: ...
+    def soon(self) -> None:
+        """A ring is near. Nothing happens unless somebody waits."""

@@ -15,7 +15,7 @@ it into one U+FFFD. Every string that comes out holds whole code points and no s
 
 Free-threaded Python: functions share no state. Methods of one `Utf8Decoder` or `StopMatcher` run in its critical
 section, those of one `Sha1` under its lock (they give up the GIL). A list of tokens is read inside its critical
-section.
+section. A `Bell` is there for several threads.
 """
 
 cimport cython
@@ -760,5 +760,25 @@ def common_prefix_tokens(a, b):
         close_tokens(&x)
 
 
+def tokens_below(tokens, int64_t limit):
+    cdef Tokens t
+    cdef int64_t ids[CHUNK]
+    cdef Py_ssize_t at = 0, n, i
+    cdef bint inside = True
+    open_tokens(tokens, &t)
+    try:
+        with cython.critical_section(tokens):
+            while inside and at < t.n:
+                n = min(t.n - at, CHUNK)
+                read_tokens(tokens, &t, at, n, ids)
+                for i in range(n):
+                    inside &= (ids[i] >= 0) & (ids[i] < limit)
+                at += n
+        return inside
+    finally:
+        close_tokens(&t)
+
+
 include "_core_events.pxi"
 include "_core_join.pxi"
+include "_core_bell.pxi"

@@ -6,6 +6,7 @@ import array
 import hashlib
 import random
 import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -426,3 +427,94 @@ def test_events() -> None:
             _core.frame_event(b"", bad)
         with pytest.raises(TypeError):
             _core.frame_chunk(bad)
+
+
+# ---- token ranges
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.int32, np.int64, np.uint32, np.uint64])
+def test_tokens_below(kind: type) -> None:
+    rng = random.Random(SEED)
+    for _ in range(200):
+        ids = [rng.randrange(9) for _ in range(rng.choice([0, 1, 5, 1024, 1025, 3000]))]
+        given = np.array(ids, kind) if issubclass(kind, np.generic) else kind(ids)
+        limit = rng.randrange(8, 10)
+        assert _core.tokens_below(given, limit) == all(token < limit for token in ids)
+
+
+def test_tokens_below_zero_and_beyond_64_bits() -> None:
+    assert not _core.tokens_below(np.array([3, -1], np.int32), 9)
+    assert not _core.tokens_below([2**40], 9)
+    with pytest.raises(OverflowError):
+        _core.tokens_below([2**70], 9)
+    with pytest.raises(TypeError):
+        _core.tokens_below(np.zeros(3, np.float32), 9)
+
+
+# ---- the bell
+
+
+def in_time(thread: threading.Thread) -> None:
+    thread.join(60)
+    assert not thread.is_alive(), "a ring was lost"
+
+
+def waiting(bell: _core.Bell) -> threading.Thread:
+    thread = threading.Thread(target=bell.wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_ring_before_the_wait_counts_and_several_are_one() -> None:
+    bell = _core.Bell()
+    bell.ring()
+    bell.ring()
+    in_time(waiting(bell))
+    assert not bell.wait_briefly()
+    bell.ring()
+    assert bell.wait_briefly()
+    bell.ring()
+    bell.forget()
+    assert not bell.wait_briefly()
+
+
+def test_who_waits_goes_on_at_a_ring_only() -> None:
+    bell = _core.Bell()
+    bell.soon()  # nobody waits
+    thread = waiting(bell)
+    for _ in range(3):
+        bell.soon()
+        thread.join(0.01)
+        assert thread.is_alive(), "a ring that is near is none"
+    bell.ring()
+    in_time(thread)
+
+
+def test_no_ring_is_lost() -> None:
+    """Ping-pong of two threads; each ring may find the other asleep, awake or before its wait."""
+    there, back = _core.Bell(), _core.Bell()
+    rng = random.Random(SEED)
+    rounds = 3000
+
+    def answer() -> None:
+        for _ in range(rounds):
+            there.wait()
+            back.ring()
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+
+    def ask() -> None:
+        for _ in range(rounds):
+            if rng.random() < 0.5:
+                there.soon()
+            there.ring()
+            while not (rng.random() < 0.5 and back.wait_briefly()):
+                if rng.random() < 0.5:
+                    back.wait()
+                    break
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    in_time(asking)
+    in_time(thread)

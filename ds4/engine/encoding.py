@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ds4._core import join_roomy, roomy
+from ds4._core import common_prefix_tokens, join_roomy, roomy
 from ds4.bounded import BoundedCache
 
 SPECIAL_KEY_BYTE = 0xFF
@@ -98,7 +98,9 @@ class _Room:
     def goes_on(self, known: Ids, n: int, tail: Ids) -> bool:
         """Whether the first `n` of `known` and then `tail` can be had by writing behind `known`, and are there now."""
         old, end = len(known), n + len(tail)
-        if self.used != old or not old <= end <= len(self.ids) or not np.array_equal(known[n:], tail[: old - n]):
+        if self.used != old or not old <= end <= len(self.ids):
+            return False
+        if common_prefix_tokens(known[n:].data, tail[: old - n].data) < old - n:
             return False
         self.ids[old:end] = tail[old - n :]
         self.used = end
@@ -167,6 +169,11 @@ class PromptEncoder:
         """As a call, when at most about so many characters have to be encoded. None: there are more."""
         segments = tuple(segments)
         number, known, mark = self._continued(segments)
+        if number is not None and known is not None and known.segments == segments:
+            with self._lock:
+                if number in self._prompts:
+                    self._prompts.move_to_end(number)
+            return known.prompt
         marks: list[_Mark] = []
         ids: list[Ids] = []
         key: list[bytes | memoryview] = []
@@ -202,7 +209,8 @@ class PromptEncoder:
         """The first `n` ids of a known prompt and the parts: where the known one lies, if nobody else went on there."""
         if known is not None:
             before = known.prompt.ids
-            parts = [np.concatenate(parts)] if parts else [before[:0]]
+            if len(parts) != 1:
+                parts = [np.concatenate(parts)] if parts else [before[:0]]
             with self._lock:
                 if known.room.goes_on(before, n, parts[0]):
                     return known.room.prompt, known.room

@@ -66,7 +66,7 @@ class App:
         self._tracer = None if config.trace is None else Tracer(config.trace, self.engine.tokenizer)
         self._store = self._open_store(tool_memory)
         markers = self._markers()
-        self._bridge = bridge = Bridge(asyncio.get_running_loop())
+        self._bridge = bridge = Bridge(asyncio.get_running_loop(), first_at_once=not self.engine.plan.on_device)
         metrics = Metrics(config.engine.slots)
         arrivals = Arrivals()
         chunk = config.engine.prefill_chunk or self.engine.config.prefill_chunk

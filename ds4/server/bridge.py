@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ds4._core import Bell
 from ds4.server.log import log_generation
+from ds4.server.process import usable_cores
 from ds4.server.slots import log_route
-from ds4.server.types import Event, Failed, Finish, GenerationRequest, Started
+from ds4.server.types import Event, Failed, Finish, GenerationRequest, PrefillProgress, Started
 
 if TYPE_CHECKING:
     from ds4.server.generation import Job
@@ -112,8 +114,9 @@ class Pending:
 class Bridge:
     """Belongs to the event loop, but for what is marked as the engine thread's."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Reads on `loop` from now on."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, first_at_once: bool = False) -> None:
+        """Reads on `loop` from now on. `first_at_once`: a step keeps the loop from its work, as it does where the
+        processor computes."""
         self._loop = loop
         self._scheduler: Scheduler | None = None
         self._handed: deque[tuple[Callable[[Any], None], object]] = deque()
@@ -122,6 +125,10 @@ class Bridge:
         for end in (self._ear, self._bell):
             end.setblocking(False)
         loop.add_reader(self._ear.fileno(), self._heard)
+        self._routes: deque[str] = deque()
+        """Lines for the log."""
+        self._first_out = Bell()
+        self._first_at_once = first_at_once and usable_cores() > 1
 
     def connect(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -140,17 +147,24 @@ class Bridge:
     # ---- engine thread
 
     def deliver(self, batch: list[tuple[Job, list[Event]]]) -> None:
-        """Once per step. The loop learns of it from the bell."""
+        """Once per step. The loop learns of it from the bell, but for a first token where the processor computes: it
+        leaves before the next step begins, which would take the interpreter and the cores from the loop."""
         if self._loop.is_closed():
             # The process ends and nobody waits for this.
             for job, _ in batch:
                 self._name(job)
+        elif self._first_at_once and any(len(e) > 1 and isinstance(e[0], PrefillProgress) for _, e in batch):
+            self._first_out.forget()
+            self._handed.append((self._spread_first, batch))
+            self.ring()
+            self._first_out.wait_briefly()
         else:
             self._handed.append((self._spread, batch))
 
     def log_route(self, line: str) -> None:
-        """The engine thread has a step to begin: the loop has the time to write a line."""
-        self._handed.append((log_route, line))
+        """The engine thread has a step to begin: the loop writes the line, once it has spread what came of the
+        decision."""
+        self._routes.append(line)
 
     def ring(self) -> None:
         """Wakes the loop if there is something for it."""
@@ -187,8 +201,18 @@ class Bridge:
             assert self._scheduler is not None
             self._scheduler.name(job)
 
+    def _spread_first(self, batch: list[tuple[Job, list[Event]]]) -> None:
+        self._spread(batch)
+        self._first_out.ring()
+
     def _spread(self, batch: list[tuple[Job, list[Event]]]) -> None:
         for job, events in batch:
             self._name(job)
             if isinstance(job.sink, Pending):
                 job.sink.put(events)
+        if self._routes:
+            self._loop.call_soon(self._log_routes)
+
+    def _log_routes(self) -> None:
+        while self._routes:
+            log_route(self._routes.popleft())

@@ -44,6 +44,11 @@ def compute() -> None:
     _take_turns(COMPUTE_SLICE_NS, 0)
 
 
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def _take_turns(nanoseconds: int, flags: int) -> None:
     """Asks for time slices of this length for this thread; those with shorter ones go first when they wake.
 

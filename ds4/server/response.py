@@ -82,16 +82,22 @@ class Responder:
         status: int = 200,
         content_type: str = "text/event-stream",
         headers: Iterable[tuple[str, str]] = (("Cache-Control", "no-cache"),),
+        *,
+        first: bytes = b"",
     ) -> Stream:
-        """Sends the head; the body follows piece by piece: chunked, or for HTTP/1.0 until the connection closes."""
+        """Sends the head and the `first` piece of the body, if there is one; the others follow one by one: chunked, or
+        for HTTP/1.0 until the connection closes."""
         chunked = self.request.version != "1.0"
         if not chunked:
             self.closes = True
         framing = b"Transfer-Encoding: chunked\r\n" if chunked else b""
         more = header_lines(headers)
-        first, last = self._head(status, content_type)
+        status_line, last = self._head(status, content_type)
         if not self.finished:
-            self._connection.flow.write(b"%b%b%b%b\r\n" % (first, framing, last, more))
+            begun = b""
+            if first and not self.request.head:
+                begun = frame_chunk(first) if chunked else first
+            self._connection.flow.write(b"%b%b%b%b\r\n%b" % (status_line, framing, last, more, begun))
         return Stream(self, self._connection, chunked, self.request.head)
 
     def _head(self, status: int, content_type: str) -> tuple[bytes, bytes]:

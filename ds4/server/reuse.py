@@ -35,6 +35,7 @@ text, encoded.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -431,7 +432,11 @@ def probe(slot: Slot, lookup: Lookup, beyond: int = 0) -> Reuse:
     if lookup.query.continues is not None and lookup.query.continues.required:
         return LADDER[lookup.query.continues.kind].probe(slot, lookup, 0) or NOTHING
     best = NOTHING
+    # Nothing is better than to evaluate one token, but for what the client saw, which stands for the state itself.
+    enough = len(lookup.query.prompt) - 1 if slot.visible is None else sys.maxsize
     for tier in LADDER.values():
+        if best.tokens >= enough > 0:
+            break
         least = max(best.tokens, beyond) + tier.margin
         found = tier.probe(slot, lookup, least)
         if found is not None and found.tokens > least:

@@ -124,6 +124,8 @@ class Router:
             return
         route = self.find(request.method, request.path)
         shape = self._shape(request.path) if route is None else route.shape
+        if route is not None and route.fields is not None:
+            self._service.scheduler.stay_awake()
         try:
             if route is None:
                 raise RequestError("unknown endpoint", status=404)

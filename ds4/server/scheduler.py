@@ -30,6 +30,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -38,7 +39,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ds4._core import common_prefix_tokens
+from ds4._core import Bell, common_prefix_tokens, tokens_below
 from ds4.engine.drafting import DraftPolicy
 from ds4.errors import ConfigError, ContextLengthError, Ds4Error, RequestError, ShuttingDown
 from ds4.server.arrivals import Gathering
@@ -47,10 +48,11 @@ from ds4.server.generation import Generation, Job, Restoring
 from ds4.server.naming import Names, Naming
 from ds4.server.observer import Observer, SlotState, StepReport, slot_state
 from ds4.server.plan import Plan, Work
-from ds4.server.reuse import NOTHING, Fork, LiveText, Lookup, Query, Reuse, materialise, probe, settle
+from ds4.server.process import usable_cores
+from ds4.server.reuse import NEAR, NOTHING, Fork, LiveText, Lookup, Query, Reuse, materialise, probe, settle
 from ds4.server.slots import Slot, Slots, describe, log_route
 from ds4.server.snapshots import Snapshots
-from ds4.server.types import Event, Failed, Finish, GenerationRequest
+from ds4.server.types import Event, Failed, Finish, GenerationRequest, Started
 
 if TYPE_CHECKING:
     from ds4.engine.types import EngineLike, RowResult
@@ -63,6 +65,7 @@ Deliver = Callable[[list[tuple[Job, list[Event]]]], None]
 """Takes all events of a step at once, on the engine thread; must not block."""
 
 
+_INT32 = np.dtype(np.int32)
 NAMED_HERE = 16384
 """Bytes of a conversation that the engine thread renders itself: 60 us."""
 
@@ -112,6 +115,9 @@ class _Shutdown:
     grace: float
 
 
+_Message = Job | _Cancel | _Restored | _Named | _Shutdown
+
+
 class Scheduler:
     """Jobs in, steps out. See the module's text for the policy and the threads."""
 
@@ -143,7 +149,9 @@ class Scheduler:
         self._log_route = log_route
         self._clock = clock
         self._names_elsewhere = names_elsewhere
-        self._inbox: SimpleQueue[Job | _Cancel | _Restored | _Named | _Shutdown] = SimpleQueue()
+        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._bell = Bell()
+        self._cores = usable_cores()
         self._accepting = True
         self._drafting = DraftPolicy(engine.most_drafts)
         self._queue: deque[Job] = deque()
@@ -168,8 +176,18 @@ class Scheduler:
         if not self._accepting:
             raise ShuttingDown("server shutting down")
         job = Job(request, self._prompt(request), self._clock(), sink)
-        self._inbox.put(job)
+        self._post(job)
         return job
+
+    def stay_awake(self) -> None:
+        """A request has come and is being read: an idle engine thread stays awake for it, where that takes no core
+        from the reader."""
+        if self._cores > 1:
+            self._bell.soon()
+
+    def _post(self, message: _Message) -> None:
+        self._inbox.put(message)
+        self._bell.ring()
 
     def _prompt(self, request: GenerationRequest) -> npt.NDArray[np.int32]:
         """The prompt as the engine takes it, [n] int32, each id in the vocabulary and n within the context."""
@@ -178,8 +196,10 @@ class Scheduler:
             raise RequestError("the prompt is empty", param="prompt")
         if count > self._ctx:
             raise ContextLengthError(count, self._ctx)
+        tokens = request.prompt_tokens
+        if isinstance(tokens, np.ndarray) and tokens.dtype is _INT32 and tokens_below(tokens.data, vocab):
+            return tokens
         try:
-            tokens = request.prompt_tokens
             ids = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens, np.int64)
         except OverflowError:
             raise RequestError(f"a token is outside the vocabulary of {vocab}", param="prompt") from None
@@ -191,7 +211,7 @@ class Scheduler:
     def cancel(self, job: Job) -> None:
         """Ends a job wherever it is, at the latest after the running step. Harmless when it is over."""
         job.cancelled = True
-        self._inbox.put(_Cancel(job))
+        self._post(_Cancel(job))
 
     def name(self, job: Job) -> None:
         """Works out what texts the session of an ended job stands for. Its client must not learn of the end before."""
@@ -203,12 +223,12 @@ class Scheduler:
         except Exception as error:
             log.error("%s: the live text is not known: %s", job.request.id, error, exc_info=error)
             names = Names()
-        self._inbox.put(_Named(naming, names))
+        self._post(_Named(naming, names))
 
     def shutdown(self, grace: float) -> None:
         """Refuses new and queued requests; running ones may finish within `grace` seconds. May be called again."""
         self._accepting = False
-        self._inbox.put(_Shutdown(grace))
+        self._post(_Shutdown(grace))
 
     @property
     def n_queued(self) -> int:
@@ -246,7 +266,8 @@ class Scheduler:
             self._add_decode(plan, streams)
         if plan.alone and (drafts := self._drafting.wanted()):
             plan.rows[0] = plan.work[0].generation.decode_row(drafts)
-        self._flush()
+        if not self._soon_more(plan):
+            self._flush()
         if self._observer is not None and not plan.rows:
             self._tell(self._observer.on_idle)
         self._admitted.clear()
@@ -294,11 +315,11 @@ class Scheduler:
                 self._release(generation, events)
             if events:
                 self._outbox.append((job, events))
+        self._flush()
         decode_rows = plan.decode_rows
         self._budget.observe(plan.prefill_tokens, decode_rows, now - plan.started)
         if plan.alone:
             self._drafting.observe(drafted, accepted, now - plan.started)
-        self._flush()
         if self._observer is not None:
             report = StepReport(
                 seconds=now - plan.started,
@@ -363,23 +384,23 @@ class Scheduler:
         self.slots.close()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Blocks until a message arrives, or for so many seconds."""
-        try:
-            message = self._inbox.get(timeout=seconds)
-        except Empty:
-            return
-        self._receive(message)
+        """Blocks until a message has come, or for so many seconds, and takes it in."""
+        if seconds is None:
+            while self._inbox.empty():
+                self._bell.wait()
+        else:
+            with suppress(Empty):
+                self._receive(self._inbox.get(timeout=seconds))
+        self._take_messages()
 
     # ---- messages
 
     def _take_messages(self) -> None:
-        try:
-            while True:
-                self._receive(self._inbox.get_nowait())
-        except Empty:
-            pass
+        inbox = self._inbox
+        while not inbox.empty():
+            self._receive(inbox.get_nowait())
 
-    def _receive(self, message: Job | _Cancel | _Restored | _Named | _Shutdown) -> None:
+    def _receive(self, message: _Message) -> None:
         if isinstance(message, Job):
             self._queue.append(message)
         elif isinstance(message, _Cancel):
@@ -453,7 +474,7 @@ class Scheduler:
             reuse.entry,
             slot.session,
             job.query.key,
-            lambda error: self._inbox.put(_Restored(generation, error)),
+            lambda error: self._post(_Restored(generation, error)),
             lambda: job.cancelled or restoring.over is not None,
         )
 
@@ -668,6 +689,11 @@ class Scheduler:
             observe(*what)
         except Exception as error:
             log.error("observer failed: %s", error, exc_info=error)
+
+    def _soon_more(self, plan: Plan) -> bool:
+        """There is only to tell that generations begin, and the step brings what comes next of them before long: each
+        wake-up of the event loop takes a core from it."""
+        return 0 < plan.prefill_tokens <= NEAR and all(isinstance(events[-1], Started) for _, events in self._outbox)
 
     def _flush(self) -> None:
         if self._outbox:

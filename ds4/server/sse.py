@@ -69,8 +69,10 @@ class EventStream:
         *,
         keep_alive: bytes | Callable[[], bytes] = COMMENT,
         headers: Iterable[tuple[str, str]] = (),
+        first: bytes = b"",
     ) -> EventStream:
-        stream = responder.start(200, "text/event-stream", (("Cache-Control", "no-cache"), *headers))
+        """`first`: events, framed already, that go out with the head."""
+        stream = responder.start(200, "text/event-stream", (("Cache-Control", "no-cache"), *headers), first=first)
         return cls(stream, timer, keep_alive)
 
     @property

@@ -144,3 +144,13 @@ def test_keys() -> None:
     assert special_key(1000) == b"\xff\xe8\x03\x00\x00"
     assert remember([]).key == b"" and len(remember([]).ids) == 0
     assert well_formed("\ud83d\ude00") == "\U0001f600"
+
+
+def test_the_same_prompt_again_is_the_same_one_and_stays_the_latest() -> None:
+    encode, counting = encoder()
+    prompts: list[list[Segment]] = [[Special("<s>"), text, Special("<e>"), "assistant\n"] for text in ("a", "b")]
+    first, other = encode(prompts[0]), encode(prompts[1])
+    asked = len(counting.asked)
+    assert encode(list(prompts[0])) is first and encode(prompts[1]) is other and encode(prompts[0]) is first
+    assert len(counting.asked) == asked
+    assert next(reversed(encode._prompts.values())).prompt is first

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -13,10 +14,11 @@ import pytest
 
 from ds4.engine.types import SamplingParams
 from ds4.errors import ShuttingDown
+from ds4.server import bridge as bridge_module
 from ds4.server.bridge import Bridge, Pending
 from ds4.server.generation import Job
 from ds4.server.scheduler import Scheduler
-from ds4.server.types import ContentDelta, Event, Failed, Finish, GenerationRequest
+from ds4.server.types import ContentDelta, Event, Failed, Finish, GenerationRequest, PrefillProgress
 
 END = Finish("stop", 1, 0, 1, 1)
 
@@ -210,3 +212,59 @@ def test_events_after_the_loop_is_closed_harm_nobody() -> None:
     bridge = Bridge(loop)
     loop.close()
     bridge.deliver([])
+
+
+def test_a_route_is_logged_when_its_events_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[object] = []
+    monkeypatch.setattr(bridge_module, "log_route", order.append)
+
+    async def test(bridge: Bridge, scheduler: Recorder) -> None:
+        pending = bridge.submit(request())
+        pending.listen(order.append)
+        bridge.log_route("to slot 1")
+        bridge.log_route("to slot 2")
+        await asyncio.sleep(0)
+        assert order == []
+        from_thread(bridge, [(scheduler.jobs[0], [ContentDelta("a")])])
+        while len(order) < 3:
+            await asyncio.sleep(0)
+        assert order == [[ContentDelta("a")], "to slot 1", "to slot 2"]
+
+    run(test)
+
+
+@pytest.mark.parametrize(("cores", "wanted"), [(2, True), (1, True), (2, False)])
+def test_a_first_token_leaves_before_the_next_step(cores: int, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the step would keep the loop from it, and the loop has a core. Later tokens are waited for nowhere."""
+    monkeypatch.setattr(bridge_module, "usable_cores", lambda: cores)
+
+    async def test(_: Bridge, scheduler: Recorder) -> None:
+        bridge = Bridge(asyncio.get_running_loop(), first_at_once=wanted)
+        bridge.connect(cast("Scheduler", scheduler))
+        heard = [bridge.submit(request()), bridge.submit(request("s"))]
+        made: list[object] = []
+        for pending in heard:
+            pending.listen(made.append)
+        bell = SimpleNamespace(
+            forget=lambda: made.append("forget"),
+            wait_briefly=lambda: made.append("wait"),
+            ring=lambda: made.append("out"),
+        )
+        monkeypatch.setattr(bridge, "_first_out", bell)
+        ring = bridge.ring
+        monkeypatch.setattr(bridge, "ring", lambda: (made.append("ring"), ring())[0])
+        one, two = scheduler.jobs
+        first: list[Event] = [PrefillProgress(1, 1), ContentDelta("a")]
+        later: list[Event] = [ContentDelta("b")]
+        bridge.deliver([(two, later), (one, first)])
+        at_once = wanted and cores > 1
+        assert made == ["forget", "ring", "wait"] * at_once
+        ring()
+        while first not in made:
+            await asyncio.sleep(0)
+        assert made[3 * at_once :] == [later, first, *["out"] * at_once]
+        made.clear()
+        bridge.deliver([(two, [ContentDelta("c")]), (one, [PrefillProgress(1, 2)])])
+        assert made == []
+
+    run(test)

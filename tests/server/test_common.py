@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from typing import Any
@@ -206,6 +207,14 @@ def test_what_is_no_output_budget(text: str) -> None:
 )
 def test_any_integer_is_a_seed(text: str, seed: int | None) -> None:
     assert sampling(parse(f'{{"seed":{text}}}'.encode()), SamplingParams(), 100).seed == seed
+
+
+def test_what_a_body_does_not_say_is_the_default() -> None:
+    own = SamplingParams(0.5, 7, 0.25, 0.125, 3, 0.5, 0.25, 1.5, {4: 2.0})
+    assert sampling(parse(b"{}"), own, 100) == own
+    assert sampling(parse(b"{}"), own, 100, logprobs=2) == dataclasses.replace(own, logprobs=2)
+    untouched = [f.name for f in dataclasses.fields(own) if getattr(own, f.name) == getattr(SamplingParams(), f.name)]
+    assert untouched == ["logprobs"]
 
 
 def test_sampling_defaults() -> None:

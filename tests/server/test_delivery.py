@@ -109,10 +109,14 @@ class Machine:
         self.client = Client()
         self.pending: list[Pending] = []
         self.cancelled: list[object] = []
-        monkeypatch.setattr(delivery.EventStream, "start", lambda *a, **k: self.client)
+        monkeypatch.setattr(delivery.EventStream, "start", self._open)
         self.requests = [
             GenerationRequest(f"r{i}", "chat", "m", (1,), b"", SamplingParams(), 10) for i in range(choices)
         ]
+
+    def _open(self, *arguments: object, first: bytes, **options: object) -> Client:
+        self.client.writes.append(first)
+        return self.client
 
     def submit(self, request: GenerationRequest, body: bytes, *, stream: bool) -> Pending:
         pending = Pending(request)
@@ -123,7 +127,7 @@ class Machine:
 
     def send(self, *, stream: bool = True) -> Coroutine[Any, Any, None]:
         service = SimpleNamespace(submit=self.submit, keepalive=None)
-        return delivery.send(cast(Any, service), self.requests, Letters(), cast(Any, self.client), stream=stream)
+        return delivery.send(cast(Any, service), self.requests, Letters, cast(Any, self.client), stream=stream)
 
     async def bring(self, *events: Event, choice: int = 0) -> None:
         self.pending[choice].put(events)

@@ -60,11 +60,11 @@ class Machine:
 
 def test_a_step_that_decodes_rings_itself_and_one_with_prompts_does_not() -> None:
     machine = Machine()
-    first = machine.scheduler.submit(machine.driver.request([65] * 20, max_tokens=30))
-    assert machine.round() == ["ring 1", "step 20 wake None"], "it has started"
+    first = machine.scheduler.submit(machine.driver.request([65] * 40, max_tokens=30))
+    assert machine.round() == ["ring 1", "step 40 wake None"], "it has started"
     assert machine.round() == ["step 1 wake 77"], "its first token"
-    machine.scheduler.submit(machine.driver.request([66] * 30, max_tokens=1))
-    assert machine.round() == ["ring 2", "step 31 wake None"], "a token, and the second one's start"
+    machine.scheduler.submit(machine.driver.request([66] * 50, max_tokens=1))
+    assert machine.round() == ["ring 2", "step 51 wake None"], "a token, and the second one's start"
     machine.scheduler.cancel(first)
     machine.scheduler.shutdown(1.0)
     assert machine.round() == ["ring 2"], "both ends; then there is nothing to do"

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -56,6 +56,25 @@ def test_live_tiers(live: list[int], prompt: list[int], rewinds: bool, kind: str
     assert slot.session.tokens.tolist() == live, "a probe changes nothing"
     assert materialise(slot, query(*prompt), reuse) == reuse
     assert slot.session.tokens.tolist() == prompt[:tokens]
+
+
+def test_a_prompt_that_is_live_as_a_whole_is_looked_for_nowhere_else() -> None:
+    class Store:
+        asked = 0
+
+        def find(self, key: bytes, beyond: int) -> None:
+            self.asked += 1
+
+    store = Store()
+    slots = slots_with([1, 2, 3, 4], [1, 2, 3])
+    assert probe(slots[0], Lookup(query(1, 2, 3), slots, cast(Any, store))).kind == "memory-rewind"
+    assert store.asked == 0
+    assert probe(slots[0], Lookup(query(1, 2, 9, 9), slots, cast(Any, store))).tokens == 2
+    assert store.asked == 1
+    # What the client saw stands for the state, whatever its tokens have in common with the prompt.
+    slots[0].visible = Visible(b"seen", 4, "thinking-visible")
+    kept = probe(slots[0], Lookup(Query(np.array([1, 2, 3], np.int32), b"seen and more"), slots, cast(Any, store)))
+    assert (kept.kind, kept.tokens) == ("thinking-visible", 4)
 
 
 def test_fork_takes_the_longest_prefix_of_another_slot() -> None:

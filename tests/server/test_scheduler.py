@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +14,13 @@ import pytest
 
 from ds4.engine.types import SamplingParams
 from ds4.errors import ConfigError, ContextLengthError, EngineError, RequestError, ShuttingDown
+from ds4.server import scheduler
 from ds4.server.engine_thread import EngineThread
 from ds4.server.generation import Job
 from ds4.server.metrics import Metrics
 from ds4.server.observer import StepReport
 from ds4.server.plan import Plan
-from ds4.server.reuse import Reuse
+from ds4.server.reuse import NEAR, Reuse
 from ds4.server.scheduler import Scheduler, SchedulerConfig
 from ds4.server.types import (
     ContentDelta,
@@ -151,6 +153,55 @@ def test_max_tokens(limit: int) -> None:
 def test_end_of_text_right_at_the_limit_is_a_stop() -> None:
     driver = Driver(ScriptedEngine(["a", "b"]))
     assert driver.finish(driver.ask("q", max_tokens=3)).reason == "stop"
+
+
+def test_the_beginning_is_told_with_the_first_token_where_that_is_near() -> None:
+    driver = Driver(ScriptedEngine(["a", "b"]), prefill_quantum=NEAR + 1)
+    for size, kinds in ((NEAR, [Started, PrefillProgress, ContentDelta]), (NEAR + 1, [Started])):
+        job = driver.submit(tokens(size, base=size))
+        plan = driver.scheduler.plan()
+        before = len(driver.deliveries)
+        driver.scheduler.commit(plan, driver.engine.step(plan.rows))
+        assert len(driver.deliveries) == before + 1
+        [first] = [batch for batch in driver.deliveries if any(of is job for of, _ in batch)][:1]
+        assert [type(event) for of, events in first if of is job for event in events] == kinds
+        driver.run()
+
+
+def test_a_failure_is_told_before_the_step() -> None:
+    """Only beginnings wait for it."""
+    driver = Driver(ScriptedEngine(["a", "b"]), slots=2)
+    driver.submit("ab")
+    cancelled = driver.submit("cd")
+    driver.scheduler.plan()
+    driver.scheduler.cancel(cancelled)
+    driver.submit("ef")
+    driver.scheduler.plan()
+    assert any(of is cancelled and isinstance(events[-1], Finish) for of, events in driver.deliveries[-1])
+
+
+@pytest.mark.parametrize(("cores", "told"), [(2, 1), (1, 0)])
+def test_an_engine_thread_stays_awake_where_it_has_a_core(
+    cores: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "usable_cores", lambda: cores)
+    driver = Driver(ScriptedEngine("ok"))
+    calls: list[str] = []
+    bell = SimpleNamespace(ring=lambda: calls.append("ring"), soon=lambda: calls.append("soon"))
+    monkeypatch.setattr(driver.scheduler, "_bell", bell)
+    driver.scheduler.stay_awake()
+    assert calls == ["soon"] * told
+
+
+def test_ids_outside_the_vocabulary_are_refused_in_every_form() -> None:
+    driver = Driver(ScriptedEngine("ok"))
+    vocab = driver.engine.info.vocab_size
+    for wrong in (-1, vocab):
+        for prompt in ((1, wrong), np.array([1, wrong], np.int32), np.array([1, wrong], np.int64)):
+            with pytest.raises(RequestError, match=f"token {wrong} is outside"):
+                driver.scheduler.submit(driver.request("a", prompt_tokens=prompt))
+    with pytest.raises(RequestError, match="is empty"):
+        driver.scheduler.submit(driver.request("a", prompt_tokens=np.array([], np.int32)))
 
 
 def test_max_tokens_zero_evaluates_the_prompt() -> None:

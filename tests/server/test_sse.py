@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from ds4.server.flow import FlowControl
 from ds4.server.http import Request, Responder
 from ds4.server.sse import COMMENT, DONE, EventStream, KeepAlive, frame
 from tests.support.wire import eventually, get, run, serving
@@ -88,6 +89,36 @@ def test_a_stream_on_the_wire():
                 assert parse(await client.chunk()) == [("delta", '{"n":1}'), ("delta", '{"n":2}')]
                 assert await client.chunk() == DONE
                 assert await client.chunk() == b""
+
+    run(main)
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_first_events_go_out_with_the_head(version: str, monkeypatch: pytest.MonkeyPatch):
+    writes: list[bytes] = []
+    write = FlowControl.write
+    monkeypatch.setattr(FlowControl, "write", lambda self, data: (writes.append(data), write(self, data))[1])
+
+    async def handler(request: Request, responder: Responder) -> None:
+        EventStream.start(responder, first=b"data: 1\n\n").close()
+
+    async def main():
+        async with serving(handler) as wire:
+            client = await wire.connect()
+            for method in ("GET", "HEAD") if version == "1.1" else ("GET",):
+                asked = get().replace(b"GET", method.encode(), 1).replace(b"HTTP/1.1", b"HTTP/" + version.encode(), 1)
+                writes.clear()
+                await client.send(asked)
+                status, _ = await client.head()
+                assert status == 200
+                if method == "HEAD":
+                    assert writes[-1].endswith(b"\r\n\r\n")
+                elif version == "1.1":
+                    assert await client.chunk() == b"data: 1\n\n"
+                    assert await client.chunk() == b""
+                    assert writes[0].endswith(b"\r\n\r\n9\r\ndata: 1\n\n\r\n")
+                else:
+                    assert writes[0].endswith(b"\r\n\r\ndata: 1\n\n")
 
     run(main)
 

@@ -6,7 +6,8 @@ Reads a body into a conversation, sampling and limits. What follows is the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ds4._json import Node, Spans, dumps
@@ -122,7 +123,7 @@ def read_chat(body: Node, defaults: SamplingParams, preparer: Preparer, slots: i
         model=model,
         conversation=conversation,
         tools=tools,
-        sampling=replace(common.sampling(body, defaults, preparer.vocab_size), logprobs=common.top_logprobs(body)),
+        sampling=common.sampling(body, defaults, preparer.vocab_size, logprobs=common.top_logprobs(body)),
         limits=Limits(
             max_tokens=common.max_tokens(body, ("max_tokens", "max_completion_tokens")),
             stop=common.stop_strings(body, "stop"),
@@ -277,8 +278,8 @@ async def chat_completions(service: Service, request: Request, responder: Respon
         )
         for choice in range(chat.choices)
     ]
-    answer = ChatAnswer(style, service.token_bytes, service.remember_call, chat.tools.customs)
-    again = once_more(service.preparer, chat.conversation, prompt)
+    answer = partial(ChatAnswer, style, service.token_bytes, service.remember_call, chat.tools.customs)
+    again = None if chat.stream else once_more(service.preparer, chat.conversation, prompt)
     await send(service, jobs, answer, responder, stream=chat.stream, again=again)
 
 

@@ -28,6 +28,19 @@ _EFFORTS = {
     "none": "none",
 }
 
+_THINKING = frozenset(
+    {
+        "thinking",
+        "think",
+        "enable_thinking",
+        "reasoning_effort",
+        "output_config",
+        "reasoning",
+        "chat_template_kwargs",
+    }
+)
+"""Members of a body that say something of it."""
+
 _OFF_SUFFIXES = ("-chat", "-no-think", "-nothink")
 _ON_SUFFIX = "-reasoner"
 
@@ -64,14 +77,13 @@ def _is_beyond(node: Node) -> bool:
 # ---- sampling ---------------------------------------------------------------------------------------------------
 
 
-def sampling(body: Node, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Sampling parameters of a request, log-probabilities aside. What the client leaves out is `defaults`.
+def sampling(body: Node, defaults: SamplingParams, vocab_size: int, *, logprobs: int | None = None) -> SamplingParams:
+    """Sampling parameters of a request; `logprobs` is for who wants some. What the client leaves out is `defaults`.
 
     Temperature, top_p and min_p have no range of their own: below 0 is 0, a probability above 1 is 1. A negative
     seed is a random one, a negative top_k is off (conventions of llama.cpp's clients).
     """
-    return replace(
-        defaults,
+    return SamplingParams(
         temperature=max(0.0, body.get_float("temperature", defaults.temperature)),
         top_p=_unit(body.get_float("top_p", defaults.top_p)),
         min_p=_unit(body.get_float("min_p", defaults.min_p)),
@@ -81,6 +93,7 @@ def sampling(body: Node, defaults: SamplingParams, vocab_size: int) -> SamplingP
         frequency_penalty=body.get_float("frequency_penalty", defaults.frequency_penalty),
         repetition_penalty=_repetition_penalty(body, defaults.repetition_penalty),
         logit_bias=_logit_bias(body, vocab_size) or defaults.logit_bias,
+        logprobs=logprobs,
     )
 
 
@@ -155,9 +168,9 @@ def max_tokens(body: Node, names: Collection[str]) -> int | None:
     Never an error for being large: the budget is clamped to what fits.
     """
     limit: int | None = None
-    for name, node in given(body):
-        if name in names:
-            limit = 2**63 - 1 if _is_beyond(node) else node.as_int(-1)
+    found = [node for name in names if (node := body.get(name)) is not None]
+    for node in sorted(found, key=lambda node: node.start):
+        limit = 2**63 - 1 if _is_beyond(node) else node.as_int(-1)
     return None if limit == -1 else limit
 
 
@@ -192,7 +205,7 @@ def thinking_effort(body: Node, model: str, syntax: Syntax, n_ctx: int) -> str |
     """
     on: bool | None = None
     effort: str | int | None = None
-    for name, node in given(body):
+    for name, node in () if _THINKING.isdisjoint(body.keys()) else given(body):
         if name == "thinking":
             on = _thinking(node, on if on is not None else True)
         elif name in ("think", "enable_thinking"):

@@ -6,7 +6,8 @@ one another. `"template": "chat"` asks a chat model instead: the prompt becomes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ds4._json import Node
@@ -122,7 +123,7 @@ def read_completion(body: Node, defaults: SamplingParams, preparer: Preparer, sl
         chat=chat,
         parse_special=body.get_bool("parse_special", False),
         bos=body.get_bool("add_special_tokens", True),
-        sampling=replace(common.sampling(body, defaults, preparer.vocab_size), logprobs=logprobs),
+        sampling=common.sampling(body, defaults, preparer.vocab_size, logprobs=logprobs),
         limits=Limits(
             max_tokens=common.max_tokens(body, ("max_tokens",)),
             stop=common.stop_strings(body, "stop"),
@@ -221,5 +222,5 @@ async def completions(service: Service, request: Request, responder: Responder) 
         for index, prompt in enumerate(prompts)
         for choice in range(wanted.choices)
     ]
-    answer = CompletionsAnswer(style, service.token_bytes)
+    answer = partial(CompletionsAnswer, style, service.token_bytes)
     await send(service, jobs, answer, responder, stream=wanted.stream)

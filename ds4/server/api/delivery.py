@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,13 +38,14 @@ log = logging.getLogger("ds4.server")
 async def send(
     service: Service,
     requests: Sequence[GenerationRequest],
-    answer: Answer,
+    new_answer: Callable[[], Answer],
     responder: Responder,
     *,
     stream: bool,
     again: Again | None = None,
 ) -> None:
-    """Runs the generations of a request and sends the answer. Raises ShuttingDown before anything is sent.
+    """Runs the generations of a request and sends the answer, which is made when they are on their way. Raises
+    ShuttingDown before anything is sent.
 
     `again`: a whole answer with a call that cannot be read is not sent, the model is asked once more. In a stream the
     client has seen the first answer by then.
@@ -63,6 +64,7 @@ async def send(
         for request in requests:
             choices.append(service.submit(request, responder.request.body, stream=stream))
         responder.on_disconnect(cancel)
+        answer = new_answer()
         if stream and any(request.continues is not None and request.continues.required for request in requests):
             # Whether its state is still live shows when it gets a slot; until then a refusal is a status.
             first = await choices[0].first()
@@ -70,7 +72,7 @@ async def send(
                 _refuse(responder, answer, failed_error(first))
                 return
         if stream:
-            opened = EventStream.start(responder, service.keepalive, keep_alive=answer.keepalive)
+            opened = EventStream.start(responder, service.keepalive, keep_alive=answer.keepalive, first=answer.begin())
             delivery = _Streamed(choices, answer, opened)
         else:
             delivery = _Whole(service, choices, answer, responder, again)
@@ -221,9 +223,6 @@ class _Streamed(_Delivery):
 
     async def run(self) -> None:
         try:
-            first = self._answer.begin()
-            if first:
-                self._stream.send_framed(first)
             await super().run()
         except ClientDisconnected:
             self._stream.abort("the client is gone")

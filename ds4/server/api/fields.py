@@ -97,9 +97,15 @@ class FieldTable:
     def _idle(self) -> tuple[tuple[str, str], ...]:
         return tuple((field.name, member) for field in self.fields for member in field.idle)
 
+    @cached_property
+    def _plain(self) -> frozenset[str]:
+        return frozenset(field.name for field in self.fields if field.use == "accepted" and not field.idle)
+
     def check(self, body: Node) -> list[str]:
         """Names of the fields without effect, and of members of fields. Raises JSONError for the first refused one that
         asks for something."""
+        if self._plain.issuperset(body.keys()):
+            return []
         for field in self._refused:
             node = body.get(field.name)
             if node is not None and _asks(node, field.harmless):

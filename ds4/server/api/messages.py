@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ds4._json import Node, Spans, dumps
@@ -270,8 +271,8 @@ async def messages(service: Service, request: Request, responder: Responder) -> 
             tools = wanted.conversation.tools
             service.live.remember(id, LiveTurn(wanted.system, (*wanted.messages, turn), tools))
 
-    answer = MessagesAnswer(id, model, len(prompt.tokens), timings, service.remember_call, finished)
-    again = once_more(service.preparer, wanted.conversation, prompt)
+    answer = partial(MessagesAnswer, id, model, len(prompt.tokens), timings, service.remember_call, finished)
+    again = None if stream else once_more(service.preparer, wanted.conversation, prompt)
     await send(service, [job], answer, responder, stream=stream, again=again)
 
 

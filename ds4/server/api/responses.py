@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ds4._json import Node, dumps
@@ -257,8 +258,8 @@ async def responses(service: Service, request: Request, responder: Responder) ->
             kept = LiveTurn(wanted.instructions, (*wanted.messages, turn), tools.tools, tools.forms)
             service.live.remember(style.id, kept)
 
-    answer = ResponsesAnswer(style, wanted.tools.form, service.remember_call, finished)
-    again = once_more(service.preparer, wanted.conversation, prompt)
+    answer = partial(ResponsesAnswer, style, wanted.tools.form, service.remember_call, finished)
+    again = None if stream else once_more(service.preparer, wanted.conversation, prompt)
     await send(service, [job], answer, responder, stream=stream, again=again)
 
 

@@ -74,6 +74,8 @@ class Service:
 
     async def prompt(self, conversation: Conversation) -> Prompt:
         """The prompt of a conversation, with calls that were sampled here exactly as they were sampled."""
+        if not any(message.calls for message in conversation.messages):
+            return await self.preparer.prompt(conversation)
         await self._recall(conversation)
         messages, replay = self.tool_memory.attach(conversation.messages)
         if replay.missing_ids and self.tool_memory.enabled:

@@ -90,6 +90,8 @@ def read_structure(
     Raises RequestError or JSONError with the path of what is wrong, also for combinations that make no sense.
     """
     tools = conversation.tools
+    if format_node is None and not tools and choice.mode != "required" and "tools" not in body:
+        return Structure(choice=choice, raw_inputs=raw_inputs)
     grammar, param = (None, "") if format_node is None else read_format(format_node)
     structure = Structure(grammar, param, choice, _declared(body, tools), raw_inputs)
     if not structure.constrains:
