@@ -75,7 +75,7 @@ CUDA_ONLY = ("native/cuda/", "native/bindings/cuda_module")
 def native_sources(foreign: tuple[str, ...]) -> list[str]:
     """Sources of a module: all but those of `foreign` paths and of instruction sets that this architecture lacks."""
     absent = ("_neon",) if X86 else ("_avx2", "_avx512")
-    folders = ("quant", "reference", "cpu", "cuda", "session", "model", "bindings")
+    folders = ("", "quant", "reference", "cpu", "cuda", "session", "model", "bindings")
     found = [p for folder in folders for p in sorted((ROOT / "native" / folder).glob("*.c*"))]
     paths = [p.relative_to(ROOT).as_posix() for p in found if not p.stem.endswith(absent)]
     return [p for p in paths if not p.startswith(foreign)]

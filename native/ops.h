@@ -239,17 +239,4 @@ class Ops {
   virtual LatentOps* latent() { return nullptr; }
 };
 
-inline void Ops::draw(Tensor, std::span<const RowDraw>, std::span<int32_t>) {
-  throw Unsupported("the backend draws no tokens");
-}
-
-inline void Ops::best(Tensor logits, std::span<Best> out) {
-  std::vector<float> row(static_cast<size_t>(logits.dim));
-  for (size_t i = 0; i < out.size(); ++i) {
-    const Tensor one = logits.rows(static_cast<int64_t>(i), 1);
-    if (!host_memory()) to_host(one, row.data());
-    out[i] = best_of({host_memory() ? one.data : row.data(), row.size()});
-  }
-}
-
 }  // namespace ds4

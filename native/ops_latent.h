@@ -7,7 +7,6 @@
 // T: token rows of the step, H: width, n: residual streams, D: head width, R: rotated columns (the last R of a head).
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -133,17 +132,7 @@ class LatentOps {
   virtual void ring_store(Tensor x, std::span<const RowRef> rows, size_t ring) = 0;
   // y[t] = the row of position rows[t].position - 1 of the same session: of x where this step has it, else of the ring;
   // zeros before position 0.    x, y [T, dim]
-  virtual void previous_rows(Tensor x, std::span<const RowRef> rows, size_t ring, Tensor y) {
-    for (size_t t = 0; t < rows.size(); ++t) {
-      float* to = y.data + static_cast<int64_t>(t) * y.stride;
-      if (rows[t].position == 0)
-        std::fill_n(to, y.dim, 0.0f);
-      else if (t > 0 && rows[t - 1].state == rows[t].state)
-        std::copy_n(x.data + static_cast<int64_t>(t - 1) * x.stride, y.dim, to);
-      else
-        std::copy_n(rows[t].state->readable_row(ring, rows[t].position - 1), y.dim, to);
-    }
-  }
+  virtual void previous_rows(Tensor x, std::span<const RowRef> rows, size_t ring, Tensor y);
   // Adds the position bias to the gates, stores both, and where a window closes appends the pooled row: per column a
   // softmax over the window's gates (ratio 4: lane 0 of the window before, lane 1 of this one), normed, rotated at the
   // window's first position, rounded.    kg [T, 2 * lanes * dim]
