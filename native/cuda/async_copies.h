@@ -6,6 +6,10 @@
 
 namespace ds4::cuda {
 
+// Steps of up to so many rows tell the second cache that they read weights once. With more rows it made them slower,
+// experts' weights being read again.
+constexpr int kOnceRows = 4;
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -28,6 +32,22 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, int 
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
+}
+// Likewise what is read once (`once`): it leaves the second cache before what small kernels will want again, their code
+// and what they leave for each other.
+__device__ __forceinline__ uint64_t reading_policy(bool once) {
+  uint64_t first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return once ? first : normal;
+}
+__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, int bytes, uint32_t barrier,
+                                          uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
 }
 __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -89,6 +109,12 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, int 
   for (int i = 0; i < bytes / 16; ++i) out[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
   __threadfence_block();
   expect_bytes(barrier, -bytes);
+}
+__device__ __forceinline__ uint64_t reading_policy(bool) {
+  return 0;
+}
+__device__ __forceinline__ void copy_bulk(uint32_t to, const uint8_t* from, int bytes, uint32_t barrier, uint64_t) {
+  copy_bulk(to, from, bytes, barrier);
 }
 __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
   const volatile uint32_t* words = barrier_words(barrier);

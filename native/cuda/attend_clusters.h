@@ -19,11 +19,13 @@ namespace {
 // chunks of a row (kWhole) or one of them for 32 heads, each half of the columns, and so little shared memory that two
 // blocks fit a multiprocessor: one computes while the other waits for rows. Bytes: 64 rows of 256 floats a chunk, from
 // the cache; operations 4 * 64 * 256 a head. Order of all sums as in attend_latent.
-constexpr int kHalfThreads = 256;
-constexpr int kHalfWarps = kHalfThreads / 32;
 constexpr int kHalfHeads = 2 * kHeads;
 constexpr int kHalfColumns = kMostColumns / 2;
 constexpr int kLowColumns = 64;
+
+// Threads of a block: chunks side by side have twice the warps, each half of the way through a chunk.
+template <bool kWhole>
+constexpr int kHalfThreads = kWhole ? 256 : 512;
 
 struct HalfMemory {
   uint8_t query[2][kHalfHeads * kHalfColumns * 2];  // high parts, low parts
@@ -43,11 +45,12 @@ struct HalfMemory {
 };
 
 template <bool kWhole>
-__global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
+__global__ void DS4_HALVES __launch_bounds__(kHalfThreads<kWhole>, 2)
     attend_half(const float* q, int64_t q_stride, HeadNorm norm, const DeviceRow* rows, RowSource source,
                 const float* sinks, int heads, float scale, LatentParts p, Turn turn, float* out, int64_t out_stride,
                 Activations codes) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  constexpr int kWarps = kHalfThreads<kWhole> / 32, kSpan = kHalfColumns / kWarps;
   extern __shared__ __align__(128) uint8_t half_memory[];
   HalfMemory& m = *reinterpret_cast<HalfMemory*>(half_memory);
   __shared__ Softmax running[kHalfHeads];
@@ -76,9 +79,10 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
       weight_high{shared_address(m.weight[0]), kRows}, weight_low{shared_address(m.weight[1]), kRows};
   const uint32_t peer_other = address_in(shared_address(m.other), half ^ 1),
                  peer_arrival = address_in(arrival, half ^ 1);
-  // A warp has eight rows of a chunk, a lane finds one of them, while the chunk before is multiplied.
-  constexpr int kEach = kRows / kHalfWarps, kAhead = 4;  // on their way at a time
-  const int own_row = warp + lane % kEach * kHalfWarps;
+  // A lane finds one of its warp's rows of a chunk, while the chunk before is multiplied.
+  constexpr int kEach = kRows / kWarps, kAhead = 4;  // on their way at a time
+  static_assert(kWhole || kEach == kAhead);
+  const int own_row = warp + lane % kEach * kWarps;
   const float* own = source.entry(row, t, min(first_chunk * kRows + own_row, total - 1)) + half * kHalfColumns;
   float4 ahead[kAhead][2];
   const auto load_rows = [&](int first, int n) {
@@ -88,13 +92,13 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
           reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), first + r));
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        ahead[r][i] = warp + (first + r) * kHalfWarps < n ? __ldcg(at + i * 32 + lane) : make_float4(0, 0, 0, 0);
+        ahead[r][i] = warp + (first + r) * kWarps < n ? __ldcg(at + i * 32 + lane) : make_float4(0, 0, 0, 0);
     }
   };
   const auto store_rows = [&](int first) {
 #pragma unroll
     for (int r = 0; r < kAhead; ++r) {
-      const int of = warp + (first + r) * kHalfWarps;
+      const int of = warp + (first + r) * kWarps;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t to = latent.at(of, (i * 32 + lane) / 2) + lane % 2 * 8;
@@ -105,15 +109,14 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
       }
     }
   };
-  static_assert(kEach == 2 * kAhead);
   {
-    constexpr int kEach = kHalfHeads / kHalfWarps;  // heads of a warp
+    constexpr int kEach = kHalfHeads / kWarps;  // heads of a warp
     float4 v[kEach][2];
 #pragma unroll
     for (int r = 0; r < kEach; ++r)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int h = warp + r * kHalfWarps;
+        const int h = warp + r * kWarps;
         v[r][i] = make_float4(0, 0, 0, 0);
         if (h < n_heads)
           v[r][i] =
@@ -132,19 +135,16 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
         for (int i = 0; i < 2; ++i) {
           const float sum = norm.squares(v[r][i]);
           if (lane < 2)
-            store_in(address_in(shared_address(&squares[2 * half + i][warp + r * kHalfWarps]), lane), sum,
+            store_in(address_in(shared_address(&squares[2 * half + i][warp + r * kWarps]), lane), sum,
                      address_in(arrival + 16, lane));
         }
     }
-    if constexpr (!kWhole) {
-      store_rows(0);
-      load_rows(kAhead, total - first_chunk * kRows);
-    }
+    if constexpr (!kWhole) store_rows(0);
     if (norm.turn.table) {
       wait_for(arrival + 16, 0);
 #pragma unroll
       for (int r = 0; r < kEach; ++r) {
-        const int h = warp + r * kHalfWarps;
+        const int h = warp + r * kWarps;
         const float by = norm.factor(squares[0][h], squares[1][h], squares[2][h], squares[3][h]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) v[r][i] = norm.finish(v[r][i], by, t, half * kHalfColumns + (i * 32 + lane) * 4);
@@ -153,14 +153,13 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
 #pragma unroll
     for (int r = 0; r < kEach; ++r)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) query.store(warp + r * kHalfWarps, i * 32 + lane, v[r][i]);
-    if constexpr (!kWhole) store_rows(kAhead);
+      for (int i = 0; i < 2; ++i) query.store(warp + r * kWarps, i * 32 + lane, v[r][i]);
   }
   if (kWhole && threadIdx.x < kHalfHeads)
     running[threadIdx.x] = start_of(sinks, head0 + min(static_cast<int>(threadIdx.x), n_heads - 1));
-  float all[2][4][4];
+  float all[2][kSpan / 8][4];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) all[i / 16][i / 4 % 4][i % 4] = 0.0f;
+  for (int i = 0; i < kSpan; ++i) all[i / (kSpan / 2)][i / 4 % (kSpan / 8)][i % 4] = 0.0f;
   const int end = kWhole ? (total + kRows - 1) / kRows : first_chunk + 1;
   for (int chunk = first_chunk; chunk < end; ++chunk) {
     const int begin = chunk * kRows, n = min(kRows, total - begin), filled = (n + 15) / 16 * 16;
@@ -174,11 +173,11 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
     if (chunk + 1 < end) own = source.entry(row, t, min(begin + kRows + own_row, total - 1)) + half * kHalfColumns;
     __syncthreads();
     {
-      // Scores: a warp has a quarter of the columns for 16 heads and 32 rows.
-      const int part = warp / 4, tile = warp / 2 % 2, first = warp % 2 * 32;
-      float sum[4][4];
+      // Scores: a warp has a quarter of the columns for 16 heads and kSpan rows.
+      const int part = warp / (kWarps / 2), tile = warp / (kWarps / 4) % 2, first = warp % (kWarps / 4) * kSpan;
+      float sum[kSpan / 8][4];
 #pragma unroll
-      for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = 0.0f;
+      for (int i = 0; i < kSpan / 2; ++i) sum[i / 4][i % 4] = 0.0f;
       if (first < n) {
         const uint32_t a_high = query.high.at(tile * kHeads + lane % 16, lane % 8),
                        b_high = latent.at(first + lane % 8 + lane / 16 * 8, lane % 8),
@@ -189,28 +188,30 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
           const int piece = part * (kHalfColumns / 16) + 2 * step;
           const uint32_t a_at = a_high + static_cast<uint32_t>((piece + lane / 16 ^ lane % 8) * 16),
                          b_at = b_high + static_cast<uint32_t>((piece + lane / 8 % 2 ^ lane % 8) * 16);
-          uint32_t up[4], down[4], high[2][4];
+          uint32_t up[4], down[4], high[kSpan / 16][4];
           load_matrices(down, a_at + to_a_low);
           load_matrices(up, a_at);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) load_matrices(high[i], b_at + i * kRows16);
+          for (int i = 0; i < kSpan / 16; ++i) load_matrices(high[i], b_at + i * kRows16);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) multiply_halves(sum[i], down, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+          for (int i = 0; i < kSpan / 8; ++i)
+            multiply_halves(sum[i], down, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
           if (step >= 4 && half == 1 && part == 1)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < kSpan / 16; ++i) {
               load_matrices(down,
                             latent_low.at(first + 16 * i + lane % 8 + lane / 16 * 8, 2 * (step - 4) + lane / 8 % 2));
               multiply_halves(sum[2 * i], up, down[0], down[1]);
               multiply_halves(sum[2 * i + 1], up, down[2], down[3]);
             }
 #pragma unroll
-          for (int i = 0; i < 4; ++i) multiply_halves(sum[i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
+          for (int i = 0; i < kSpan / 8; ++i)
+            multiply_halves(sum[i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
         }
       }
       auto& to = part ? m.second : m.score;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kSpan / 8; ++i) {
         const int at = (first + 8 * i ^ 8 * g) + 2 * c;
         *reinterpret_cast<float2*>(&to[tile * kHeads + g][at]) = make_float2(sum[i][0], sum[i][1]);
         *reinterpret_cast<float2*>(&to[tile * kHeads + g + 8][at]) = make_float2(sum[i][2], sum[i][3]);
@@ -218,8 +219,8 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kHalfHeads * kRows / 4 / kHalfThreads; ++i) {
-      const int at = i * kHalfThreads + static_cast<int>(threadIdx.x);
+    for (int i = 0; i < kHalfHeads * kRows / 4 / kHalfThreads<kWhole>; ++i) {
+      const int at = i * kHalfThreads<kWhole> + static_cast<int>(threadIdx.x);
       float4& mine = reinterpret_cast<float4*>(&m.score[0][0])[at];
       const float4 a = mine, b = reinterpret_cast<const float4*>(&m.second[0][0])[at];
       mine = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
@@ -230,8 +231,8 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
     __syncthreads();
     wait_for(arrival + turns % 2 * 8, static_cast<uint32_t>(turns / 2 % 2));
 #pragma unroll
-    for (int i = 0; i < kHalfHeads / kHalfWarps; ++i) {
-      const int h = i * kHalfWarps + warp;
+    for (int i = 0; i < kHalfHeads / kWarps; ++i) {
+      const int h = i * kWarps + warp;
       float score[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
@@ -248,21 +249,22 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
     }
     __syncthreads();
     {
-      // Weighted sums: a warp has 32 columns of all heads.
-      const bool both = half == 1 && warp >= kHalfWarps - 2;
-      float sum[2][4][4];
+      // Weighted sums: a warp has kSpan columns of all heads.
+      constexpr int kLowWarps = kLowColumns / kSpan;
+      const bool both = half == 1 && warp >= kWarps - kLowWarps;
+      float sum[2][kSpan / 8][4];
 #pragma unroll
-      for (int i = 0; i < 32; ++i) sum[i / 16][i / 4 % 4][i % 4] = 0.0f;
+      for (int i = 0; i < kSpan; ++i) sum[i / (kSpan / 2)][i / 4 % (kSpan / 8)][i % 4] = 0.0f;
 #pragma unroll
       for (int step = 0; step < kRows / 16; ++step) {
         if (step * 16 >= filled) break;
-        uint32_t high[2][4], rest[2][4];
+        uint32_t high[kSpan / 16][4], rest[kSpan / 16][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          load_turned(high[i], latent.at(step * 16 + lane % 16, warp * 4 + 2 * i + lane / 16));
+        for (int i = 0; i < kSpan / 16; ++i) {
+          load_turned(high[i], latent.at(step * 16 + lane % 16, warp * (kSpan / 8) + 2 * i + lane / 16));
           if (both)
-            load_turned(rest[i],
-                        latent_low.at(step * 16 + lane % 16, (warp - (kHalfWarps - 2)) * 4 + 2 * i + lane / 16));
+            load_turned(rest[i], latent_low.at(step * 16 + lane % 16,
+                                               (warp - (kWarps - kLowWarps)) * (kSpan / 8) + 2 * i + lane / 16));
         }
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
@@ -274,25 +276,14 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
       }
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int h = tile * kHeads + g + 8 * r;
-          if constexpr (kWhole) {
-            const float before = factor[0][h], added = factor[1][h];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-              for (int k = 2 * r; k < 2 * r + 2; ++k)
-                all[tile][i][k] = fmaf(all[tile][i][k], before, sum[tile][i][k] * added);
-          } else if (h < n_heads) {
-            float* const to = p.sums +
-                              ((static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk) * kMostColumns +
-                              half * kHalfColumns + warp * 32 + 2 * c;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              *reinterpret_cast<float2*>(to + 8 * i) = make_float2(sum[tile][i][2 * r], sum[tile][i][2 * r + 1]);
-          }
-        }
+        if constexpr (kWhole)
+          join_tile(all[tile], sum[tile], factor[0] + tile * kHeads, factor[1] + tile * kHeads);
+        else
+          store_tile(sum[tile],
+                     p.sums +
+                         ((static_cast<int64_t>(t) * heads + head0 + tile * kHeads) * p.chunks + chunk) * kMostColumns +
+                         half * kHalfColumns + warp * kSpan,
+                     p.chunks * kMostColumns, n_heads - tile * kHeads, kSpan);
     }
     if constexpr (kWhole) __syncthreads();
   }
@@ -305,15 +296,15 @@ __global__ void DS4_HALVES __launch_bounds__(kHalfThreads, 2)
         if (h >= n_heads) continue;
         const float inverse = 1.0f / running[h].total;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = warp * 32 + 8 * i + 2 * c;
-          float v[2] = {all[tile][i][2 * r] * inverse, all[tile][i][2 * r + 1] * inverse};
-          turn.apply<true>(v, t, half * kHalfColumns + column, kMostColumns);
-          *reinterpret_cast<float2*>(&m.result[h][column]) = make_float2(v[0], v[1]);
+        for (int i = 0; i < kSpan / 8; ++i) {
+          const int column = warp * kSpan + 8 * i + 2 * c;
+          *reinterpret_cast<float2*>(&m.result[h][column]) =
+              finish_two(all[tile][i][2 * r], all[tile][i][2 * r + 1], inverse, turn, t, half * kHalfColumns + column,
+                         kMostColumns);
         }
       }
     __syncthreads();
-    for (int i = warp; i < n_heads * 2; i += kHalfWarps) {
+    for (int i = warp; i < n_heads * 2; i += kWarps) {
       const float4 v = *reinterpret_cast<const float4*>(&m.result[i / 2][i % 2 * kTileCols + 4 * lane]);
       const int64_t column =
           static_cast<int64_t>(head0 + i / 2) * kMostColumns + half * kHalfColumns + i % 2 * kTileCols;
@@ -334,12 +325,16 @@ constexpr int kPartWarps = kPartThreads / 32;
 constexpr int kPartColumns = kMostColumns / kParts;
 static_assert(kPartWarps == kHeads && kPartWarps * 8 == kPartColumns);
 
+// So little that a block fits a multiprocessor beside one of dense_blocks, which computes the queries meanwhile.
 struct PartMemory {
-  uint8_t query[2][kHeads * kPartColumns * 2];  // high parts, low parts
+  union {
+    uint8_t query[2][kHeads * kPartColumns * 2];  // high parts, low parts
+    uint8_t weight[2][kHeads * kRows * 2];        // once all scores are there
+  };
   uint8_t rows[2][kRows * kPartColumns * 2];
   float score[kParts][kHeads][kRows];
-  uint8_t weight[2][kHeads * kRows * 2];
 };
+static_assert(sizeof(PartMemory) <= 56 * 1024);
 
 __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 2)
     attend_part(const float* q, int64_t q_stride, HeadNorm norm, const DeviceRow* rows, RowSource source,
@@ -364,8 +359,7 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 2)
     expect_bytes(arrival, static_cast<int>(sizeof(m.score)));
     expect_bytes(arrival + 8, static_cast<int>(sizeof(squares)));
   }
-  begin_kernel();
-  if (begin >= total) return;
+  if (begin >= total) return begin_kernel();
   __syncthreads();
   cluster_started();
   const int n = min(kRows, total - begin), filled = (n + 15) / 16 * 16;
@@ -374,19 +368,28 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 2)
   const SplitRows query{{shared_address(m.query[0]), kPartColumns}, {shared_address(m.query[1]), kPartColumns}},
       latent{{shared_address(m.rows[0]), kPartColumns}, {shared_address(m.rows[1]), kPartColumns}};
   const HalfRows weight_high{shared_address(m.weight[0]), kRows}, weight_low{shared_address(m.weight[1]), kRows};
-  float4 w = make_float4(0, 0, 0, 0);
-  if (has_head)
-    w = __ldcg(reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(h) * kMostColumns +
-                                               part * kPartColumns) +
-               lane);
+  // A lane finds one of its warp's rows. What earlier steps have written comes while the kernels before run.
   constexpr int kEach = kRows / kPartWarps;
-  // A lane finds one of its warp's rows.
-  const float* own = source.entry(row, t, begin + min(warp + lane % kEach * kPartWarps, n - 1)) + part * kPartColumns;
-  float4 v[kEach];
+  const int of = begin + min(warp + lane % kEach * kPartWarps, n - 1);
+  const bool before = source.written_before(row, t, of);
+  float4 v[kEach], w = make_float4(0, 0, 0, 0);
 #pragma unroll
-  for (int r = 0; r < kEach; ++r) {
-    const auto at = reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), r));
-    v[r] = warp + r * kPartWarps < n ? __ldcg(at + lane) : make_float4(0, 0, 0, 0);
+  for (int r = 0; r < kEach; ++r) v[r] = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+  for (int turn = 0; turn < 2; ++turn) {
+    if (turn == 1) {
+      begin_kernel();
+      if (has_head)
+        w = __ldcg(reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(h) * kMostColumns +
+                                                   part * kPartColumns) +
+                   lane);
+    }
+    const float* own = before == (turn == 0) ? source.entry(row, t, of) + part * kPartColumns : nullptr;
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) {
+      const auto at = reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), r));
+      if (at && warp + r * kPartWarps < n) v[r] = __ldcg(at + lane);
+    }
   }
   wait_cluster();
   if (norm.turn.table) {
@@ -476,11 +479,8 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 2)
         multiply_halves(sum, up, high[2 * step], high[2 * step + 1]);
       }
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      if (g + 8 * r < n_heads)
-        __stcg(reinterpret_cast<float2*>(sums + ((g + 8 * r) * p.chunks + chunk) * kMostColumns + warp * 8 + 2 * c),
-               make_float2(sum[2 * r], sum[2 * r + 1]));
+    store_tile<1>({{sum[0], sum[1], sum[2], sum[3]}}, sums + chunk * kMostColumns + warp * 8, p.chunks * kMostColumns,
+                  n_heads, 8);
   }
   const int chunks = (total + kRows - 1) / kRows;
   const unsigned of_part = (blockIdx.z * (gridDim.x / kParts) + blockIdx.x / kParts) * kParts + part;
@@ -489,12 +489,8 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 2)
   float sum[4] = {0, 0, 0, 0};
   const float* from = sums + warp * p.chunks * kMostColumns + 4 * lane;
   const Softmax* stat = stats + warp * p.chunks * kParts;
-#pragma unroll 4
-  for (int of = 0; of < chunks; ++of) {
-    const float2 s = __ldcg(reinterpret_cast<const float2*>(stat + of * kParts));
-    const float4 chunk_sum = __ldcg(reinterpret_cast<const float4*>(from + of * kMostColumns));
-    join_sums(all, {s.x, s.y}, chunk_sum, sum);
-  }
+  join_chunks_of(
+      all, sum, chunks, [&](int of) { return stat + of * kParts; }, [&](int of) { return from + of * kMostColumns; });
   finish_head(all, sum, t, h, part * kPartColumns + 4 * lane, kMostColumns, turn, out, out_stride, codes);
 #endif
 }

@@ -69,6 +69,13 @@ struct RowSource {
     return {row.fixed, list.ratio ? row.pages[compressed.group] : nullptr, row.position, row.first};
   }
 
+  // Whether an earlier step has written entry j of the list of row t of the launch, which is known without what kernels
+  // of this step write.
+  __device__ __forceinline__ bool written_before(const Place& row, int t, int j) const {
+    const int in_window = list.in_window(row.position), first_position = row.position - (first_row + t - row.first);
+    return j < in_window ? row.position + 1 - in_window + j < first_position
+                         : !counts && (j - in_window + 1) * list.ratio <= first_position;
+  }
   // Entry j of the list of row t of the launch.
   __device__ __forceinline__ const float* entry(const Place& row, int t, int j) const {
     const int in_window = list.in_window(row.position);
@@ -229,6 +236,44 @@ __device__ __forceinline__ void add_weighted(float (&sum)[N][4], const uint32_t 
   for (int i = 0; i < N; ++i) multiply_halves(sum[i], up, high[i / 2][i % 2 * 2], high[i / 2][i % 2 * 2 + 1]);
 }
 
+// A tile of sixteen heads as the units have it: a lane has heads g and g + 8 and two columns of every eight.
+//
+// Joins a chunk's sums to those before, by factors of the tile's heads.
+template <int N>
+__device__ __forceinline__ void join_tile(float (&all)[N][4], const float (&sum)[N][4], const float* before,
+                                          const float* added) {
+  const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float by = before[g + 8 * r], with = added[g + 8 * r];
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+      for (int k = 2 * r; k < 2 * r + 2; ++k) all[i][k] = fmaf(all[i][k], by, sum[i][k] * with);
+  }
+}
+// A chunk's sums to those of `heads` heads from `to` on, `stride` floats from one to the next, `columns` at most.
+template <int N>
+__device__ __forceinline__ void store_tile(const float (&sum)[N][4], float* to, int64_t stride, int heads,
+                                           int columns) {
+  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    if (g + 8 * r < heads)
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        if (8 * i < columns)
+          __stcg(reinterpret_cast<float2*>(to + (g + 8 * r) * stride + 8 * i + 2 * c),
+                 make_float2(sum[i][2 * r], sum[i][2 * r + 1]));
+}
+// Two columns of a head from `column` on, all chunks joined.
+__device__ __forceinline__ float2 finish_two(float a, float b, float inverse, const Turn& turn, int64_t t, int column,
+                                             int dim) {
+  float v[2] = {a * inverse, b * inverse};
+  turn.apply<true>(v, t, column, dim);
+  return make_float2(v[0], v[1]);
+}
+
 // Whether this block of threads is the last of `all` that count at `counter`, which is zero again then; it sees what
 // they have written before. `turn`: shared.
 __device__ __forceinline__ bool last_of(int* counter, int all, int& turn) {
@@ -251,6 +296,27 @@ __device__ __forceinline__ void join_sums(Softmax& all, Softmax chunk, float4 v,
   sum[1] = fmaf(sum[1], before, v.y * added);
   sum[2] = fmaf(sum[2], before, v.z * added);
   sum[3] = fmaf(sum[3], before, v.w * added);
+}
+
+// Joins all chunks in order; six are asked for together. `stat`, `part`: a chunk's, by its number.
+template <class Stat, class Part>
+__device__ __forceinline__ void join_chunks_of(Softmax& all, float (&sum)[4], int chunks, const Stat& stat,
+                                               const Part& part) {
+  constexpr int kTogether = 6;
+#pragma unroll 1
+  for (int from = 0; from < chunks; from += kTogether) {
+    float2 s[kTogether];
+    float4 v[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (from + i < chunks) {
+        s[i] = __ldcg(reinterpret_cast<const float2*>(stat(from + i)));
+        v[i] = __ldcg(reinterpret_cast<const float4*>(part(from + i)));
+      }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (from + i < chunks) join_sums(all, {s[i].x, s[i].y}, v[i], sum);
+  }
 }
 
 // Four columns of a head from `column` on, all chunks joined; a whole warp has 128 where `codes` has room.

@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) dense_blocks(Planes w, Activ
     if (chains >= kBlockWarps) return Unit{warp + kBlockWarps * (k >> row_bits), row0 + (k & (rows - 1))};
     return Unit{warp & (chains - 1), row0 + (warp >> chain_bits) + k * (kBlockWarps >> chain_bits)};
   };
+  const uint64_t policy = reading_policy(p.T <= kOnceRows);
   int coming = 0, stage_coming = 0;  // the next unit to copy, and where
   const auto copy_next = [&] {
     Unit u{};
@@ -72,8 +73,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1) dense_blocks(Planes w, Activ
       const uint32_t to = shared_address(ring + stage_coming * Shape::kUnit);
       const int64_t tile = static_cast<int64_t>(u.row) * p.tiles_k + u.chain * kChainTiles;
       expect_bytes(barrier, Shape::kUnit);
-      copy_bulk(to, w.q + tile * (256 * L::kQ), Shape::kQ, barrier);
-      copy_bulk(to + Shape::kQ, w.s + tile * (16 * L::kS), Shape::kS, barrier);
+      copy_bulk(to, w.q + tile * (256 * L::kQ), Shape::kQ, barrier, policy);
+      copy_bulk(to + Shape::kQ, w.s + tile * (16 * L::kS), Shape::kS, barrier, policy);
     }
     stage_coming ^= 1;
   };

@@ -89,26 +89,38 @@ __global__ void __launch_bounds__(kShortThreads, 2)
   int loaded = -1;  // the session whose rows the lanes have, by its first row of the step
   uint4 key[2][kBlocks];
   const int first = blockIdx.y * at_once, end = min(n, first + at_once);
+  // The keys that row t's session has here: all, or those that this step has written.
+  float4 raw[2][kBlocks][2];
+  const auto load_keys = [&](int t, bool all) {
+    const DeviceRow& row = rows[t];
+    const int position = row.position, step_first = position - (t - row.first);
+    // As many as the session's last row here sees.
+    const int last = (position + min(end - 1, row.first + row.count - 1) - t + 1) / ratio - 1;
+    char* const* const pages = row.pages[index.group];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const auto of = static_cast<uint32_t>(min(own + g + 8 * r, last));
+      if (!all && static_cast<int>(of) < step_first / ratio) continue;
+      const char* const at = pages[of / kPageRows] + index.offset + of % kPageRows * index.row_bytes;
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocks; ++i)
+        raw[r][i / 2][i % 2] = __ldcg(reinterpret_cast<const float4*>(at) + c * 2 + i / 2 * 8 + i % 2);
+    }
+  };
+  const auto seen = [&](int t) {
+    const int visible = (rows[t].position + 1) / ratio;
+    return visible <= k || begin >= visible ? 0 : visible;
+  };
+  // What earlier steps have written comes while the kernels before run.
+  if (seen(first) > 0) load_keys(first, true);
   begin_kernel();
   for (int t = first; t < end; ++t) {
-    const DeviceRow& row = rows[t];
-    const int position = row.position, first_row = row.first, visible = (position + 1) / ratio;
-    if (visible <= k || begin >= visible) continue;
-    const bool fresh = loaded != first_row;
-    float4 raw[2][kBlocks][2];
+    const int visible = seen(t);
+    if (visible == 0) continue;
+    const bool fresh = loaded != rows[t].first;
     if (fresh) {
-      loaded = first_row;
-      // As many as the session's last row here sees.
-      const int last = (position + min(end - 1, first_row + row.count - 1) - t + 1) / ratio - 1;
-      char* const* const pages = row.pages[index.group];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const auto of = static_cast<uint32_t>(min(own + g + 8 * r, last));
-        const char* const at = pages[of / kPageRows] + index.offset + of % kPageRows * index.row_bytes;
-#pragma unroll
-        for (int i = 0; i < 2 * kBlocks; ++i)
-          raw[r][i / 2][i % 2] = __ldg(reinterpret_cast<const float4*>(at) + c * 2 + i / 2 * 8 + i % 2);
-      }
+      loaded = rows[t].first;
+      load_keys(t, t != first);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < heads / 8 * kBlocks * 32; i += kShortThreads) {

@@ -211,25 +211,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int h = tile * kHeads + g + 8 * r;
-          if constexpr (kWhole) {
-            const float before = factor[0][h], added = factor[1][h];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-              for (int k = 2 * r; k < 2 * r + 2; ++k)
-                all[tile][i][k] = fmaf(all[tile][i][k], before, sum[tile][i][k] * added);
-          } else if (h < n_heads) {
-            float* to = p.sums + ((static_cast<int64_t>(t) * heads + head0 + h) * p.chunks + chunk) * dim + column0;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              if (column0 + 8 * i < dim)
-                *reinterpret_cast<float2*>(to + 8 * i + 2 * c) =
-                    make_float2(sum[tile][i][2 * r], sum[tile][i][2 * r + 1]);
-          }
-        }
+        if constexpr (kWhole)
+          join_tile(all[tile], sum[tile], factor[0] + tile * kHeads, factor[1] + tile * kHeads);
+        else
+          store_tile(
+              sum[tile],
+              p.sums + ((static_cast<int64_t>(t) * heads + head0 + tile * kHeads) * p.chunks + chunk) * dim + column0,
+              p.chunks * dim, n_heads - tile * kHeads, dim - column0);
     }
     if (kWhole) __syncthreads();
   }
@@ -249,9 +237,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < 4; ++i) {
           const int column = warp * 32 + 8 * i + 2 * c;
           if (column >= dim) continue;
-          float v[2] = {all[tile][i][2 * r] * inverse, all[tile][i][2 * r + 1] * inverse};
-          turn.apply<true>(v, t, column, dim);
-          const float2 both = make_float2(v[0], v[1]);
+          const float2 both = finish_two(all[tile][i][2 * r], all[tile][i][2 * r + 1], inverse, turn, t, column, dim);
           *reinterpret_cast<float2*>(out + t * out_stride + static_cast<int64_t>(head0 + h) * dim + column) = both;
           if (codes.q) *reinterpret_cast<float2*>(result + h * pitch + column) = both;
         }
@@ -268,17 +254,17 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // Bytes: the chunks' sums once. One block of threads for a head of a row, four columns each thread; the result also
 // rounded where `codes` has room.
-__global__ void join_chunks(LatentParts p, const DeviceRow* rows, VisibleRows list, const float* sinks, int64_t heads,
-                            int dim, Turn turn, float* out, int64_t stride, Activations codes) {
+__global__ void __launch_bounds__(kMostColumns / 4, 8)
+    join_chunks(LatentParts p, const DeviceRow* rows, VisibleRows list, const float* sinks, int64_t heads, int dim,
+                Turn turn, float* out, int64_t stride, Activations codes) {
   const int64_t t = blockIdx.y, h = blockIdx.x, of = (t * heads + h) * p.chunks;
   const int chunks = (list.total(rows[t].position) + kRows - 1) / kRows, d = 4 * static_cast<int>(threadIdx.x);
   Softmax all = start_of(sinks, static_cast<int>(h));
   begin_kernel();
   if (d >= dim) return;
   float sum[4] = {0, 0, 0, 0};
-#pragma unroll 4
-  for (int c = 0; c < chunks; ++c)
-    join_sums(all, p.stats[of + c], *reinterpret_cast<const float4*>(p.sums + (of + c) * dim + d), sum);
+  join_chunks_of(
+      all, sum, chunks, [&](int c) { return p.stats + of + c; }, [&](int c) { return p.sums + (of + c) * dim + d; });
   finish_head(all, sum, t, h, d, dim, turn, out, stride, codes);
 }
 
@@ -352,19 +338,20 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
                     list + first, source, sinks, static_cast<int>(a.heads), static_cast<int>(dim), a.scale, p, turn,
                     out.data + first * out.stride, out.stride, whole ? codes : Activations{});
     };
-    const auto launch_half = [&](auto kernel) {
+    const auto launch_half = [&](auto kernel, int threads) {
       DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(sizeof(HalfMemory))));
       const int64_t groups = (a.heads + kHalfHeads - 1) / kHalfHeads;
       launch_kernel(
           context.device.stream(),
           dim3(2, static_cast<unsigned>(whole ? groups : groups * n), static_cast<unsigned>(whole ? n : p.chunks)),
-          kHalfThreads, sizeof(HalfMemory), kernel, q.data + first * q.stride, q.stride, norm, list + first, source,
-          sinks, static_cast<int>(a.heads), a.scale, p, turn, out.data + first * out.stride, out.stride,
+          threads, sizeof(HalfMemory), kernel, q.data + first * q.stride, q.stride, norm, list + first, source, sinks,
+          static_cast<int>(a.heads), a.scale, p, turn, out.data + first * out.stride, out.stride,
           whole ? codes : Activations{});
     };
     if (whole) {
-      halves ? launch_half(attend_half<true>) : launch(attend_latent<2, true>, 2, attend_bytes<2>(padded));
+      halves ? launch_half(attend_half<true>, kHalfThreads<true>)
+             : launch(attend_latent<2, true>, 2, attend_bytes<2>(padded));
       DS4_CUDA(cudaGetLastError());
       continue;
     }
@@ -382,7 +369,8 @@ void latent_attention(Context& context, Tensor q, Tensor kv, std::span<const Row
           source, sinks, static_cast<int>(a.heads), a.scale, p, arrived, turn, out.data + first * out.stride,
           out.stride, codes);
     } else {
-      halves ? launch_half(attend_half<false>) : launch(attend_latent<1, false>, 1, attend_bytes<1>(padded));
+      halves ? launch_half(attend_half<false>, kHalfThreads<false>)
+             : launch(attend_latent<1, false>, 1, attend_bytes<1>(padded));
       launch_kernel(context.device.stream(), dim3(static_cast<unsigned>(a.heads), static_cast<unsigned>(n)),
                     static_cast<unsigned>((dim / 4 + 31) / 32 * 32), 0, join_chunks, p, list + first, visible, sinks,
                     a.heads, static_cast<int>(dim), turn, out.data + first * out.stride, out.stride, codes);

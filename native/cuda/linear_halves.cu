@@ -166,11 +166,12 @@ __global__ void __launch_bounds__(kStreamThreads, NT == 1 ? 2 : 1)
     for (int i = 0; i < tiles; ++i) expect_bytes(arrival + 8 * i, min(16, rows - 16 * i) * row_bytes);
   }
   __syncthreads();
+  const uint64_t policy = reading_policy(T <= kOnceRows);
   if (lane == 0)
     for (int r = warp; r < rows; r += kWarps)
       copy_bulk(shared_address(held) + r * shape.pitch,
                 reinterpret_cast<const uint8_t*>(w + static_cast<int64_t>(first + r) * p.w_stride), row_bytes,
-                arrival + r / 16 * 8);
+                arrival + r / 16 * 8, policy);
   begin_kernel();
   const int chains = (p.blocks + kChainBlocks - 1) / kChainBlocks, at_once = min(chains, kWarps),
             step = kWarps / at_once;

@@ -354,8 +354,8 @@ void Layers::attention(const LayerWeights& w, const LayerState& at, int64_t rati
     }
     if (ratio == 4)
       ops_->beside(kRowLane, [&] {
-        compress_index(w, at, rows, a);
         if (selected) index_weights(w, a);
+        compress_index(w, at, rows, a);
       });
     low_product(w, a);
     ops_->beside(kKeyLane, keys_of_step);

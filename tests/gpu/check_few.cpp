@@ -78,6 +78,15 @@ void check_few(Ops& cuda, Results& r, uint64_t seed) {
         "deepseek4 Q8_0/IQ2_XXS/Q2_K", widths);
   check(cuda, r, random_deepseek(small, seed + 2, {DType::BF16, DType::Q4_0, DType::MXFP4, DType::Q4_K}, false),
         "deepseek4 Q4_0/MXFP4/Q4_K", widths);
+  // Heads of 512 columns, matrices that held_halves and dense_blocks take; windows close in steps of one row.
+  DeepSeekShape wide = small;
+  wide.width = wide.q_rank = 512;
+  wide.head_dim = 512;
+  wide.heads = 20;
+  wide.window = 128;
+  wide.index_heads = 64;
+  check(cuda, r, random_deepseek(wide, seed + 4, {DType::F16, DType::Q8_0, DType::IQ2_XXS, DType::Q2_K}, true),
+        "deepseek4, heads of 512", {124, 1, 1, 1, 1, 1, 1, 3, 9, 17, 34});
   check_wide(cuda, r, seed, true);
 
   Random random(seed + 3);
