@@ -380,8 +380,9 @@ struct CompressArgs {
 };
 
 // Column i of the window that closes at row t of the step, pooled. Tokens of this step are read from `kg`, older ones
-// from the ring, which is written afterwards; its gates have their position bias. kAtOnce tokens are read together.
-template <int kAtOnce>
+// from the ring, which is written afterwards; its gates have their position bias. kAtOnce tokens are read together, or
+// the gates alone of kGates.
+template <int kAtOnce, int kGates>
 __device__ __forceinline__ float pool_column(const float* kg, int64_t stride, const DeviceRow& row, int64_t t,
                                              const CompressArgs& a, int i) {
   const int p = row.position, half = a.lanes * a.dim, first = p + 1 - a.ratio;
@@ -391,29 +392,41 @@ __device__ __forceinline__ float pool_column(const float* kg, int64_t stride, co
   const auto pool = [&](auto all_fresh) {
     constexpr bool kFresh = decltype(all_fresh)::value;
     const float* const first_token = kg + static_cast<int64_t>(row.first + start - step_first) * stride;
-    float gates[kAtOnce], keys[kAtOnce];
-    const auto read = [&](int from, bool keys_too) {
+    const char* const ring = row.fixed + a.ring.offset;
+    const auto slots = static_cast<int>(a.ring.capacity);  // at least kGates
+    // Gates of the tokens from `from` on, and their keys where somebody wants them.
+    const auto read = [&](int from, auto& gates, float* keys) {
+      constexpr int n = sizeof(gates) / sizeof(float);
+      const int slot = kFresh ? 0 : from % slots;
+      float bias[n];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
+      for (int k = 0; k < n; ++k) {
         const int at = min(from + k, p), column = (a.lanes == 2 && at >= first ? a.dim : 0) + i;
         const bool old = !kFresh && at < step_first;
-        const float* token = old ? reinterpret_cast<const float*>(ring_row(row, a.ring, at))
+        int place = slot + at - from;
+        if (place >= slots) place -= slots;
+        const float* token = old ? reinterpret_cast<const float*>(ring + place * a.ring.row_bytes)
                                  : first_token + static_cast<int64_t>(at - start) * stride;
         gates[k] = token[half + column];
-        const float bias = a.bias[(at >= first ? at - first : at - start) * half + column];
-        if (!old) gates[k] = gates[k] + bias;
-        if (keys_too) keys[k] = token[column];
+        if (keys) keys[k] = token[column];
+        bias[k] = 0.0f;
+        if (!old) bias[k] = a.bias[(at >= first ? at - first : at - start) * half + column];
       }
+#pragma unroll
+      for (int k = 0; k < n; ++k)
+        if (kFresh || min(from + k, p) >= step_first) gates[k] = gates[k] + bias[k];
     };
     float largest = -INFINITY;
-    for (int from = start; from <= p; from += kAtOnce) {
-      read(from, false);
+    for (int from = start; from <= p; from += kGates) {
+      float gates[kGates];
+      read(from, gates, nullptr);
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) largest = fmaxf(largest, gates[k]);  // the last one again does no harm
+      for (int k = 0; k < kGates; ++k) largest = fmaxf(largest, gates[k]);  // the last one again does no harm
     }
     float total = 0.0f, sum = 0.0f;
     for (int from = start; from <= p; from += kAtOnce) {
-      read(from, true);
+      float gates[kAtOnce], keys[kAtOnce];
+      read(from, gates, keys);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
         if (from + k <= p) {
@@ -427,6 +440,8 @@ __device__ __forceinline__ float pool_column(const float* kg, int64_t stride, co
   return start >= step_first ? pool(std::true_type{}) : pool(std::false_type{});
 }
 
+constexpr int kLongWindow = 32;  // tokens, and more: what is under way at once decides how long it takes to pool
+
 // Long windows of many rows: a block of threads pools some columns of a row's window, where one closes.
 constexpr int kPoolThreads = 64;
 __global__ void __launch_bounds__(kPoolThreads)
@@ -435,12 +450,14 @@ __global__ void __launch_bounds__(kPoolThreads)
   const int64_t t = blockIdx.x;
   const int i = static_cast<int>(blockIdx.y) * kPoolThreads + static_cast<int>(threadIdx.x);
   const DeviceRow row = rows[t];
-  if ((row.position + 1) % a.ratio == 0 && i < a.dim) pooled[t * a.dim + i] = pool_column<32>(kg, stride, row, t, a, i);
+  if ((row.position + 1) % a.ratio == 0 && i < a.dim)
+    pooled[t * a.dim + i] = pool_column<32, 32>(kg, stride, row, t, a, i);
 }
 
 // Where a window closes: pools it, or takes it from `ready`, norms, rotates and rounds. Bytes: the window's keys once
 // and gates twice. One block for each row of the step. `store`: the rows are so few that none of them takes the place
 // of one that is read; they are stored at once.
+template <int kGates>
 __global__ void __launch_bounds__(512) compress_kernel(const float* kg, int64_t stride, const DeviceRow* rows,
                                                        CompressArgs a, bool store, const float* ready) {
   begin_kernel();
@@ -459,7 +476,7 @@ __global__ void __launch_bounds__(512) compress_kernel(const float* kg, int64_t 
   if ((p + 1) % a.ratio != 0) return;
   float squares = 0.0f;
   for (int i = threadIdx.x; i < a.dim; i += static_cast<int>(blockDim.x)) {
-    const float v = ready ? ready[t * a.dim + i] : pool_column<8>(kg, stride, row, t, a, i);
+    const float v = ready ? ready[t * a.dim + i] : pool_column<8, kGates>(kg, stride, row, t, a, i);
     pooled[i] = v;
     squares = fmaf(v, v, squares);
   }
@@ -639,14 +656,16 @@ class CudaLatentOps final : public LatentOps {
     // A closing window reads no further back than its own tokens and, of two lanes, those of the window before.
     const bool store = kg.n + lanes * c.ratio <= a.ring.capacity;
     const auto threads = static_cast<unsigned>(std::clamp<int64_t>((c.dim + 31) / 32 * 32, 32, 512));
+    const bool is_long = c.ratio > kLongWindow;
+    require(a.ring.capacity >= (is_long ? 32 : 8), "compress: a ring of fewer rows than are read at once");
     float* ready = nullptr;
-    if (c.ratio > 32 && kg.n > 32) {
+    if (is_long && kg.n > 32) {
       ready = context_.workspace.get<float>(Workspace::Pooled, kg.n * c.dim);
       launch_kernel(stream(), dim3(static_cast<unsigned>(kg.n), pieces(c.dim, kPoolThreads)), kPoolThreads, 0,
                     pool_kernel, kg.data, kg.stride, list, a, ready);
     }
     launch_kernel(stream(), static_cast<unsigned>(kg.n), threads, static_cast<size_t>(c.dim + 32) * sizeof(float),
-                  compress_kernel, kg.data, kg.stride, list, a, store, ready);
+                  is_long ? compress_kernel<16> : compress_kernel<8>, kg.data, kg.stride, list, a, store, ready);
     if (!store)
       launch_kernel(stream(), dim3(pieces(2 * half, kThreads), static_cast<unsigned>(kg.n)), kThreads, 0,
                     store_open_kernel, kg.data, kg.stride, list, a.ring, a.bias, a.ratio, static_cast<int>(half));
