@@ -49,20 +49,30 @@ __global__ void __launch_bounds__(kWideThreads)
   for (int64_t i = threadIdx.x; i < cols; i += kWideThreads) y[blockIdx.x * y_stride + i] = row[i] * factor * gain[i];
 }
 
+// Rows of up to 4 * kWideThreads columns have one load, then one barrier between it and what is stored.
 __global__ void __launch_bounds__(kWideThreads)
     norm_codes_kernel(const float* x, int64_t stride, int64_t cols, const float* gain, float eps, float* y,
                       int64_t y_stride, Activations codes) {
-  begin_kernel();
   __shared__ float shared[32];
+  const int64_t first = threadIdx.x, quads = cols / 4;
+  float4 g = first < quads ? __ldg(reinterpret_cast<const float4*>(gain) + first) : make_float4(0, 0, 0, 0);
+  begin_kernel();
   const float4* row = reinterpret_cast<const float4*>(x + blockIdx.x * stride);
+  float4 v = first < quads ? row[first] : make_float4(0, 0, 0, 0);
+  const float4 own = v;
   float squares = 0.0f;
-  for (int64_t i = threadIdx.x; i < cols / 4; i += blockDim.x) {
-    const float4 v = row[i];
+  for (int64_t i = first; i < quads; i += blockDim.x) {
+    if (i != first) v = row[i];
     squares = fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, squares))));
   }
-  const float factor = 1.0f / sqrtf(block_sum(squares, shared) / static_cast<float>(cols) + eps);
-  for (int64_t i = threadIdx.x; i < cols / 4; i += blockDim.x) {
-    const float4 v = row[i], g = reinterpret_cast<const float4*>(gain)[i];
+  squares = warp_sum(squares);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = squares;
+  __syncthreads();
+  squares = warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? shared[threadIdx.x % 32] : 0.0f);
+  const float factor = 1.0f / sqrtf(squares / static_cast<float>(cols) + eps);
+  v = own;
+  for (int64_t i = first; i < quads; i += blockDim.x) {
+    if (i != first) v = row[i], g = reinterpret_cast<const float4*>(gain)[i];
     const float four[4] = {v.x * factor * g.x, v.y * factor * g.y, v.z * factor * g.z, v.w * factor * g.w};
     reinterpret_cast<float4*>(y + blockIdx.x * y_stride)[i] = make_float4(four[0], four[1], four[2], four[3]);
     store_codes(four, blockIdx.x, i / 32, codes);

@@ -53,6 +53,19 @@ void Device::enter_lane(int lane) {
   Lane& l = *lanes_[lane];
   l.forked.record(stream_);
   l.forked.hold(l.stream);
+#if CUDART_VERSION >= 13000
+  if (recording_ && early_lanes_ && !l.open) {
+    // The stream comes after all that a joined lane has done. Were that a dependency of its own, the lane's next kernel
+    // would start early behind it, and not behind the stream's.
+    cudaStreamCaptureStatus status{};
+    const cudaGraphNode_t* nodes = nullptr;
+    size_t count = 0;
+    DS4_CUDA(cudaStreamGetCaptureInfo(stream_, &status, nullptr, nullptr, &nodes, nullptr, &count));
+    std::vector<cudaGraphNode_t> fork(nodes, nodes + count);
+    DS4_CUDA(
+        cudaStreamUpdateCaptureDependencies(l.stream, fork.data(), nullptr, count, cudaStreamSetCaptureDependencies));
+  }
+#endif
   l.open = true;
   lane_ = lane;
 }

@@ -75,7 +75,12 @@ class Device {
   int64_t block_shared() const { return block_shared_; }  // most bytes of shared memory of a block of threads
   // While the stream's work is recorded, no memory may come or go and no host array may be uploaded.
   bool recording() const { return recording_; }
-  void set_recording(bool on) { recording_ = on; }
+  // `early_lanes`: the first kernel of a lane may start before the one in front of the lane has ended, as kernels of
+  // the stream do. It pays as long as it does not take the room of a larger one.
+  void set_recording(bool on, bool early_lanes = false) {
+    recording_ = on;
+    early_lanes_ = early_lanes;
+  }
 
  private:
   struct Lane {
@@ -95,7 +100,7 @@ class Device {
   std::string name_;
   int multiprocessors_ = 0;
   int64_t block_shared_ = 0;
-  bool recording_ = false;
+  bool recording_ = false, early_lanes_ = false;
 };
 
 // Owns device memory. `Pooled` buffers come and go in stream order; the others are for weights, which stay.

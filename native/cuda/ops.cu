@@ -75,6 +75,8 @@ struct StepGraph {
 
 // Steps of more rows gain nothing from a graph.
 constexpr size_t kGraphRows = 32;
+// Of more rows a product takes all registers of a multiprocessor, and blocks of a lane's kernel would be in its way.
+constexpr size_t kEarlyRows = 8;
 constexpr size_t kMostGraphs = 64;
 
 // At the end of an operation: its output is no longer what was kept of it.
@@ -171,7 +173,7 @@ class CudaOps final : public Ops {
       return out;
     }
     StepGraph& graph = at->second;
-    if (!graph.exec && !graph.unfit) record(graph, joined);
+    if (!graph.exec && !graph.unfit) record(graph, joined, step.rows.size() <= kEarlyRows);
     if (graph.unfit) return joined();
     DS4_CUDA(cudaGraphLaunch(graph.exec, stream()));
     return graph.result;
@@ -303,10 +305,10 @@ class CudaOps final : public Ops {
     return vector_of(*norm->gain, dim, "norm shape");
   }
 
-  void record(StepGraph& graph, const std::function<Tensor()>& forward) {
+  void record(StepGraph& graph, const std::function<Tensor()>& forward, bool early_lanes) {
     cudaGraph_t recorded = nullptr;
     DS4_CUDA(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
-    context_.device.set_recording(true);
+    context_.device.set_recording(true, early_lanes);
     try {
       graph.result = forward();
     } catch (const std::runtime_error&) {

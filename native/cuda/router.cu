@@ -108,6 +108,7 @@ struct RouterArgs {
   int* arrived;                     // units that are done; blocks of threads that have seen it
 };
 
+// The kernel behind, which takes whole multiprocessors, is not let in before this one is through.
 template <class T, int NT>
 __global__ void __launch_bounds__(kThreads) router_kernel(const T* w, RouterArgs p, RouteArgs r) {
   __shared__ float score[kMostFused];
@@ -123,7 +124,9 @@ __global__ void __launch_bounds__(kThreads) router_kernel(const T* w, RouterArgs
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         raw[i][h].load(w + min(first + g + 8 * h, r.n_experts - 1) * p.w_stride + (block0 + i) * 32 + 8 * t);
-  begin_kernel();
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
     const int row = j * 8 + g;
