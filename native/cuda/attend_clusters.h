@@ -325,16 +325,12 @@ constexpr int kPartWarps = kPartThreads / 32;
 constexpr int kPartColumns = kMostColumns / kParts;
 static_assert(kPartWarps == kHeads && kPartWarps * 8 == kPartColumns);
 
-// So little that a block fits a multiprocessor beside one of dense_blocks, which computes the queries meanwhile.
 struct PartMemory {
-  union {
-    uint8_t query[2][kHeads * kPartColumns * 2];  // high parts, low parts
-    uint8_t weight[2][kHeads * kRows * 2];        // once all scores are there
-  };
+  uint8_t query[2][kHeads * kPartColumns * 2];  // high parts, low parts
   uint8_t rows[2][kRows * kPartColumns * 2];
   float score[kParts][kHeads][kRows];
+  uint8_t weight[2][kHeads * kRows * 2];
 };
-static_assert(sizeof(PartMemory) <= 56 * 1024);
 
 __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 2)
     attend_part(const float* q, int64_t q_stride, HeadNorm norm, const DeviceRow* rows, RowSource source,
@@ -359,7 +355,8 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 2)
     expect_bytes(arrival, static_cast<int>(sizeof(m.score)));
     expect_bytes(arrival + 8, static_cast<int>(sizeof(squares)));
   }
-  if (begin >= total) return begin_kernel();
+  begin_kernel();
+  if (begin >= total) return;
   __syncthreads();
   cluster_started();
   const int n = min(kRows, total - begin), filled = (n + 15) / 16 * 16;
@@ -368,28 +365,19 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 2)
   const SplitRows query{{shared_address(m.query[0]), kPartColumns}, {shared_address(m.query[1]), kPartColumns}},
       latent{{shared_address(m.rows[0]), kPartColumns}, {shared_address(m.rows[1]), kPartColumns}};
   const HalfRows weight_high{shared_address(m.weight[0]), kRows}, weight_low{shared_address(m.weight[1]), kRows};
-  // A lane finds one of its warp's rows. What earlier steps have written comes while the kernels before run.
+  float4 w = make_float4(0, 0, 0, 0);
+  if (has_head)
+    w = __ldcg(reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(h) * kMostColumns +
+                                               part * kPartColumns) +
+               lane);
   constexpr int kEach = kRows / kPartWarps;
-  const int of = begin + min(warp + lane % kEach * kPartWarps, n - 1);
-  const bool before = source.written_before(row, t, of);
-  float4 v[kEach], w = make_float4(0, 0, 0, 0);
+  // A lane finds one of its warp's rows.
+  const float* own = source.entry(row, t, begin + min(warp + lane % kEach * kPartWarps, n - 1)) + part * kPartColumns;
+  float4 v[kEach];
 #pragma unroll
-  for (int r = 0; r < kEach; ++r) v[r] = make_float4(0, 0, 0, 0);
-#pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn) {
-    if (turn == 1) {
-      begin_kernel();
-      if (has_head)
-        w = __ldcg(reinterpret_cast<const float4*>(q + t * q_stride + static_cast<int64_t>(h) * kMostColumns +
-                                                   part * kPartColumns) +
-                   lane);
-    }
-    const float* own = before == (turn == 0) ? source.entry(row, t, of) + part * kPartColumns : nullptr;
-#pragma unroll
-    for (int r = 0; r < kEach; ++r) {
-      const auto at = reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), r));
-      if (at && warp + r * kPartWarps < n) v[r] = __ldcg(at + lane);
-    }
+  for (int r = 0; r < kEach; ++r) {
+    const auto at = reinterpret_cast<const float4*>(__shfl_sync(0xFFFFFFFFu, reinterpret_cast<uint64_t>(own), r));
+    v[r] = warp + r * kPartWarps < n ? __ldcg(at + lane) : make_float4(0, 0, 0, 0);
   }
   wait_cluster();
   if (norm.turn.table) {
@@ -489,8 +477,12 @@ __global__ void DS4_PARTS __launch_bounds__(kPartThreads, 2)
   float sum[4] = {0, 0, 0, 0};
   const float* from = sums + warp * p.chunks * kMostColumns + 4 * lane;
   const Softmax* stat = stats + warp * p.chunks * kParts;
-  join_chunks_of(
-      all, sum, chunks, [&](int of) { return stat + of * kParts; }, [&](int of) { return from + of * kMostColumns; });
+#pragma unroll 4
+  for (int of = 0; of < chunks; ++of) {
+    const float2 s = __ldcg(reinterpret_cast<const float2*>(stat + of * kParts));
+    const float4 chunk_sum = __ldcg(reinterpret_cast<const float4*>(from + of * kMostColumns));
+    join_sums(all, {s.x, s.y}, chunk_sum, sum);
+  }
   finish_head(all, sum, t, h, part * kPartColumns + 4 * lane, kMostColumns, turn, out, out_stride, codes);
 #endif
 }

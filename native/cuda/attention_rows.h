@@ -69,13 +69,6 @@ struct RowSource {
     return {row.fixed, list.ratio ? row.pages[compressed.group] : nullptr, row.position, row.first};
   }
 
-  // Whether an earlier step has written entry j of the list of row t of the launch, which is known without what kernels
-  // of this step write.
-  __device__ __forceinline__ bool written_before(const Place& row, int t, int j) const {
-    const int in_window = list.in_window(row.position), first_position = row.position - (first_row + t - row.first);
-    return j < in_window ? row.position + 1 - in_window + j < first_position
-                         : !counts && (j - in_window + 1) * list.ratio <= first_position;
-  }
   // Entry j of the list of row t of the launch.
   __device__ __forceinline__ const float* entry(const Place& row, int t, int j) const {
     const int in_window = list.in_window(row.position);
