@@ -100,6 +100,10 @@ class Model:
     def resident_bytes(self) -> int: ...
     @property
     def state_specs(self) -> list[KeptSpec]: ...
+    @property
+    def host_memory(self) -> bool:
+        """Whether states are in host memory."""
+
     def buffer_rows(self, index: int, tokens: int) -> int:
         """Rows of a buffer that a payload of so many tokens holds."""
 

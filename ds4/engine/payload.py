@@ -29,9 +29,10 @@ _PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the header
 _MAX_HEADER = 1 << 20
 _MAX_NUMBER = 1 << 53
 _CHUNK = 1 << 20
-_GROUP = 4 << 20
+_GROUP, _DEVICE_GROUP = 4 << 20, 32 << 20
 """Bytes of rows, of as many buffers as it takes, that are exported or imported with one call. Steps of other sessions
-come between as the session sees fit: a call for each buffer would wait for a step each."""
+come between as the session sees fit: a call for each buffer would wait for a step each. From a device rows come so
+fast that a call should not end before its time."""
 _DRAFT = "draft."
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4}
 _MAX_ROW = 64 << 20
@@ -102,17 +103,18 @@ class _Rows:
     row_bytes: int
 
 
-def _groups(parts: Iterable[_Rows]) -> Iterator[tuple[list[_Rows], int]]:
-    """The rows in groups of `_GROUP` bytes or one row, and each group's bytes. A group is of the model or all not."""
+def _groups(model: _cpu.Model, parts: Iterable[_Rows]) -> Iterator[tuple[list[_Rows], int]]:
+    """The rows in groups of some MB or one row, and each group's bytes. A group is of the model or all not."""
+    most = _GROUP if model.host_memory else _DEVICE_GROUP
     group: list[_Rows] = []
     size = 0
     for part in parts:
         first, left = part.first, part.count
         while left:
-            if group and (size + part.row_bytes > _GROUP or (group[0].index is None) != (part.index is None)):
+            if group and (size + part.row_bytes > most or (group[0].index is None) != (part.index is None)):
                 yield group, size
                 group, size = [], 0
-            count = min(left, max(1, (_GROUP - size) // part.row_bytes))
+            count = min(left, max(1, (most - size) // part.row_bytes))
             group.append(_Rows(part.index, first, count, part.row_bytes))
             size += count * part.row_bytes
             first, left = first + count, left - count
@@ -173,12 +175,13 @@ def write_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerp
         put(logits.astype("<f4").tobytes())
     scratch = bytearray()
     rows = (_Rows(i, 0, buffer.rows, _row_bytes(model, i)) for i, buffer in enumerate(header.buffers))
-    for group, size in _groups(rows):
+    for group, size in _groups(model, rows):
         if size > len(scratch):
             scratch = bytearray(size)
         view = memoryview(scratch)[:size]
         session.export_rows(_ranges(group), view)
-        put(view)
+        for at in range(0, size, _GROUP):
+            put(view[at : at + _GROUP])
     return written
 
 
@@ -257,7 +260,7 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
     try:
         session.begin_import(tokens, header.longest)
         scratch = bytearray()
-        for group, size in _groups(_stored_rows(version, header, indices, sizes)):
+        for group, size in _groups(model, _stored_rows(version, header, indices, sizes)):
             if size > len(scratch):
                 scratch = bytearray(size)
             view = memoryview(scratch)[:size]

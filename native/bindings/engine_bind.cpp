@@ -466,6 +466,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("resident_bytes",
                              [](const LoadedModel& l) { return l.loaded ? l.model->resident_bytes() : 0; })
       .def_property_readonly("state_specs", &state_specs)
+      .def_property_readonly("host_memory", [](const LoadedModel& l) { return l.backend->ops->host_memory(); })
       .def("buffer_rows", &buffer_rows, py::arg("index"), py::arg("tokens"))
       .def(
           "state_bytes",

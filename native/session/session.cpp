@@ -14,9 +14,10 @@ namespace {
 // Tokens whose state is given back while the backend is held.
 constexpr int64_t kClearedAtOnce = 1024;
 
-// How long rows are copied before a step may have the backend, and bytes that are copied without a look at the clock.
+// How long rows are copied before a step may have the backend, and bytes that are copied without a look at the clock:
+// more where each copy is a round trip to a device.
 constexpr std::chrono::microseconds kHeld{1000};
-constexpr size_t kCopiedAtOnce = size_t{256} << 10;
+constexpr size_t kCopiedAtOnce = size_t{256} << 10, kDeviceCopiedAtOnce = size_t{1} << 20;
 // State that those may touch where it is in host memory: rows of a token lie together, and what is touched first is
 // costly.
 constexpr size_t kTouchedAtOnce = size_t{2} << 20;
@@ -279,6 +280,8 @@ template <class Copy>
 void Session::in_turns(std::span<const Rows> which, size_t bytes, bool importing, Copy&& copy) const {
   const std::span<const StateSpec> specs = model_->model->state_specs();
   check_sizes(specs, which, bytes);
+  const bool host = model_->backend->ops->host_memory();
+  const size_t at_once = host ? kCopiedAtOnce : kDeviceCopiedAtOnce;
   size_t at = 0;
   int64_t done = 0;  // of the first of those that are left
   while (!which.empty()) {
@@ -286,13 +289,12 @@ void Session::in_turns(std::span<const Rows> which, size_t bytes, bool importing
     const std::scoped_lock lock(model_->backend->busy);
     const auto until = std::chrono::steady_clock::now() + kHeld;
     const auto tokens = static_cast<int64_t>((importing ? importing_ : tokens_).size());
-    const size_t all = importing && model_->backend->ops->host_memory() ? payload_bytes(specs, tokens) : 0;
+    const size_t all = importing && host ? payload_bytes(specs, tokens) : 0;
     do {
       const auto& [index, first, count] = which.front();
       const size_t row = row_bytes(specs[index].type, specs[index].row_elements());
       const size_t touched = all / static_cast<size_t>(std::max<int64_t>(1, payload_rows(specs[index], tokens)));
-      const size_t most =
-          std::max<size_t>(1, std::min(kCopiedAtOnce / row, kTouchedAtOnce / std::max<size_t>(1, touched)));
+      const size_t most = std::max<size_t>(1, std::min(at_once / row, kTouchedAtOnce / std::max<size_t>(1, touched)));
       const int64_t n = std::min(count - done, static_cast<int64_t>(most));
       copy(Rows{index, first + done, n}, at);
       at += static_cast<size_t>(n) * row;
