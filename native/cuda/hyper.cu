@@ -10,7 +10,7 @@ namespace ds4::cuda {
 namespace {
 
 constexpr int kStreams = 4, kCoefficients = 2 * kStreams + kStreams * kStreams;
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kTeams = 4;        // of warps, with the same columns and a share of the coefficients each
 constexpr int kSlices = 8;       // of the columns of a stream, whose sums are added one after the other
 constexpr int kMostBlocks = 16;  // of a cluster
 constexpr int kMostWidth = 7168, kOftenWidth = kMostBlocks * 2 * kTileCols;
@@ -49,18 +49,19 @@ __device__ __forceinline__ float sum_of_tiles(const float* tile, int of_slice) {
 // or to the one that has the row's mix. Then a warp has a tile of a row, and one a row's mix. Sums do not depend on
 // kTiles, kRows and the number of blocks.
 template <class T, int kTiles, int kRows>
-__global__ void __launch_bounds__(kThreads, kTiles == 2 && kRows == 1 ? 2 : 1)
+__global__ void __launch_bounds__(32 * kTeams * kTiles, kTiles == 2 && kRows == 1 ? 2 : 1)
     mix_and_norm_kernel(const T* fn, int64_t fn_stride, HyperArgs a, const float* gain, float eps, float* streams,
                         int64_t stride, float* out, int64_t out_stride, Addends more, float* mix, int64_t mix_stride,
                         float* y, int64_t y_stride, int64_t n, Activations codes) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  constexpr int kColumns = kTiles * kTileCols, kGroups = kWarps / kTiles, kEach = kCoefficients / kGroups;
-  constexpr int kOfGroup = kQuads / kGroups, kSums = 4 * kOfGroup;
-  static_assert(kEach == 3 * kOfGroup && kRows * kTiles < kWarps);
+  constexpr int kWarps = kTeams * kTiles, kColumns = 32 * kWarps, kEach = kCoefficients / kTeams;
+  constexpr int kOfGroup = kQuads / kTeams, kSums = 4 * kOfGroup, kOld = kStreams + kStreams * kStreams;
+  static_assert(2 * kMostBlocks == 32 && kOfGroup == 2);
+  static_assert(kColumns == kTiles * kTileCols && kRows < kTeams);
   __shared__ alignas(16) float x[kRows][kStreams][kColumns];
   __shared__ float4 sums[kRows][kMostBlocks * kTiles][kQuads];
   __shared__ float squares[kRows][kMostBlocks * kTiles];
-  __shared__ alignas(16) float m[kStreams * kStreams];
+  __shared__ alignas(16) float old[kRows][kOld], m[kStreams * kStreams];
   __shared__ uint64_t arrivals[3];  // of the sums for all, of those for this block, of squares
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int rank = static_cast<int>(blockIdx.x), blocks = kTiles == 2 ? kMostBlocks : static_cast<int>(gridDim.x);
@@ -90,56 +91,75 @@ __global__ void __launch_bounds__(kThreads, kTiles == 2 && kRows == 1 ? 2 : 1)
   cluster_started();
   begin_kernel();
 
-  // Rows of one column, or half of one row's.
-  constexpr int kAtOnce = kThreads / kColumns, kTimes = kAtOnce > kRows ? 1 : kRows / kAtOnce;
-  constexpr int kHave = kAtOnce > kRows ? kStreams / 2 : kStreams;
-  using Part = std::conditional_t<kHave == kStreams, float4, float2>;
-  const int column = thread % kColumns, part = warp / (kColumns / 32), own = kHave == kStreams ? 0 : part * kHave;
-  const int64_t d = rank * kColumns + column;
-  float now[kTimes][kHave], o[kTimes];
+  const int64_t d = rank * kColumns + thread;
+  constexpr int kTogether = 6;  // addends on their way
+  float before[kRows][kStreams], o[kRows], portion[kRows][kTogether], product[kRows][kTogether], own_old = 0.0f;
+  const auto load_addends = [&](int first) {
 #pragma unroll
-  for (int i = 0; i < kTimes; ++i) {
-    const int r = kHave == kStreams ? i * kAtOnce + part : 0;
-    const int64_t t = t0 + r;
-    if (t >= n) continue;
-    const float* row = streams + t * stride + d;
-    float before[kStreams];
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = min(t0 + r, n - 1) * more.k + first;
+      const float *weights = more.weights + at, *products = more.products + at * width + d;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) before[j] = row[j * width];
-    if (out) {
-      Part old[1 + kStreams];
-#pragma unroll
-      for (int j = 0; j <= kStreams; ++j)
-        old[j] = *reinterpret_cast<const Part*>(mix + t * mix_stride + j * kStreams + own);
-      o[i] = out[t * out_stride + d];
-      constexpr int kTogether = 6;  // on their way
-      for (int first = 0; first < more.k; first += kTogether) {
-        const float *weights = more.weights + t * more.k + first,
-                    *products = more.products + (t * more.k + first) * width + d;
-        float w[kTogether], p[kTogether];
-#pragma unroll
-        for (int e = 0; e < kTogether; ++e)
-          if (first + e < more.k) w[e] = weights[e], p[e] = products[e * width];
-#pragma unroll
-        for (int e = 0; e < kTogether; ++e)
-          if (first + e < more.k) o[i] = fmaf(w[e], p[e], o[i]);
-      }
-#pragma unroll
-      for (int k = 0; k < kHave; ++k) {
-        const auto share = [&](int j) { return reinterpret_cast<const float*>(&old[j])[k]; };
-        now[i][k] = share(0) * o[i];
-#pragma unroll
-        for (int j = 0; j < kStreams; ++j) now[i][k] = fmaf(share(1 + j), before[j], now[i][k]);
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kHave; ++k) now[i][k] = own == 0 ? before[k] : before[kStreams - kHave + k];
+      for (int e = 0; e < kTogether; ++e)
+        if (first + e < more.k) portion[r][e] = weights[e], product[r][e] = products[e * width];
     }
+  };
+  const bool has_old = out && thread < kRows * kOld;
 #pragma unroll
-    for (int k = 0; k < kHave; ++k) x[r][own + k][column] = now[i][k];
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t t = min(t0 + r, n - 1);
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) before[r][j] = streams[t * stride + j * width + d];
+    if (out) o[r] = out[t * out_stride + d];
   }
+  if (has_old) own_old = mix[min(t0 + thread / kOld, n - 1) * mix_stride + thread % kOld];
+  load_addends(0);
+  // Rows of fn become floats while all that comes, as many as registers allow.
+  constexpr int kFloats = kTiles == 2 && kRows == 1 && sizeof(T) == 2 ? 3 : 0;
+  float weights[kFloats ? kFloats : 1][kStreams][4];
+#pragma unroll
+  for (int c = 0; c < kFloats; ++c)
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) {
+      const float4 w = four_of(fn, ready[c][j]);
+      weights[c][j][0] = w.x, weights[c][j][1] = w.y, weights[c][j][2] = w.z, weights[c][j][3] = w.w;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(weights[c][j][i]));
+    }
+  const auto weight = [&](int c, int j) {
+    return c < kFloats ? make_float4(weights[c][j][0], weights[c][j][1], weights[c][j][2], weights[c][j][3])
+                       : four_of(fn, ready[c][j]);
+  };
+  if (out) {
+    for (int first = 0; first < more.k; first += kTogether) {
+      if (first > 0) load_addends(first);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+#pragma unroll
+        for (int e = 0; e < kTogether; ++e)
+          if (first + e < more.k) o[r] = fmaf(portion[r][e], product[r][e], o[r]);
+    }
+    if (has_old) old[thread / kOld][thread % kOld] = own_old;
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float now[kStreams];
+#pragma unroll
+      for (int k = 0; k < kStreams; ++k) {
+        now[k] = old[r][k] * o[r];
+#pragma unroll
+        for (int j = 0; j < kStreams; ++j) now[k] = fmaf(old[r][kStreams + j * kStreams + k], before[r][j], now[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < kStreams; ++k) before[r][k] = now[k];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) x[r][k][thread] = before[r][k];
   wait_cluster();
-  __syncthreads();  // all have read the streams
+  __syncthreads();
 
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -159,29 +179,28 @@ __global__ void __launch_bounds__(kThreads, kTiles == 2 && kRows == 1 ? 2 : 1)
       } else {
 #pragma unroll
         for (int j = 0; j < kStreams; ++j) {
-          const float4 w = four_of(fn, ready[i - i / 4][j]);
+          const float4 w = weight(i - i / 4, j);
           v[i] = fmaf(w.w, four[j][3], fmaf(w.z, four[j][2], fmaf(w.y, four[j][1], fmaf(w.x, four[j][0], v[i]))));
         }
       }
     }
     const float sum = warp_sums(v);
-    const int block = lane % kMostBlocks, quad = group * kOfGroup + lane / kMostBlocks % kOfGroup;
+    const int block = lane % kMostBlocks, half = lane / kMostBlocks, quad = group * kOfGroup + half;
     float all[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) all[i] = __shfl_sync(0xFFFFFFFFu, sum, lane / kMostBlocks % kOfGroup * 4 + i);
-    if (lane < kOfGroup * kMostBlocks && block < blocks && (quad < kToAll || block == r))
+    for (int i = 0; i < 4; ++i) all[i] = __shfl_sync(0xFFFFFFFFu, sum, half * 4 + i);
+    if (block < blocks && (quad < kToAll || block == r))
       store_in(address_in(shared_address(&sums[r][own_tile][quad]), block), make_float4(all[0], all[1], all[2], all[3]),
                address_in(arrival + (quad < kToAll ? 0 : 8), block));
   }
-
   if (out)
 #pragma unroll
-    for (int i = 0; i < kTimes; ++i) {
-      const int64_t t = t0 + (kHave == kStreams ? i * kAtOnce + part : 0);
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t t = t0 + r;
       if (t >= n) continue;
-      if (own == 0 && more.k > 0) out[t * out_stride + d] = o[i];
+      if (more.k > 0) out[t * out_stride + d] = o[r];
 #pragma unroll
-      for (int k = 0; k < kHave; ++k) streams[t * stride + (own + k) * width + d] = now[i][k];
+      for (int k = 0; k < kStreams; ++k) streams[t * stride + k * width + d] = x[r][k][thread];
     }
 
   const bool mixes = warp == kWarps - 1 && rank < kRows;
@@ -192,23 +211,24 @@ __global__ void __launch_bounds__(kThreads, kTiles == 2 && kRows == 1 ? 2 : 1)
   const float base = a.base[min(lane, kCoefficients - 1)], scale = a.scale[lane < kStreams       ? 0
                                                                            : lane < 2 * kStreams ? 1
                                                                                                  : 2];
+  const bool posts = rank == r && warp == r * kTiles;  // has the mix's first part, too
   wait_for(arrival, 0);
-  if (mixes) wait_for(arrival + 8, 0);
-  const int c = lane < (mixes ? kCoefficients : kStreams) ? lane : kCoefficients;
+  if (mixes || posts) wait_for(arrival + 8, 0);
+  const int c = lane < (mixes ? kCoefficients : posts ? 2 * kStreams : kStreams) ? lane : kCoefficients;
   const float sum = sum_of_tiles<4 * kQuads>(
       reinterpret_cast<const float*>(sums[r]) + (c < kCoefficients ? c / 3 * 4 + c % 3 : kSquares), of_slice);
   const float factor =
       1.0f / sqrtf(__shfl_sync(0xFFFFFFFFu, sum, kCoefficients) / static_cast<float>(kStreams * width) + a.norm_eps);
-  const float coefficient = sum * factor * scale + base, share = sigmoid(coefficient);
+  const float coefficient = sum * factor * scale + base;
   if (mixes) {
-    float* to = mix + t * mix_stride;
-    if (t < n && lane >= kStreams && lane < 2 * kStreams) to[lane - kStreams] = 2.0f * share;
     if (lane >= 2 * kStreams && lane < kCoefficients) m[lane - 2 * kStreams] = coefficient;
     __syncwarp();
     sinkhorn(m, kStreams, a.iterations, a.eps);
-    if (t < n && lane < kStreams * kStreams) to[kStreams + lane] = m[lane];
+    if (t < n && lane < kStreams * kStreams) mix[t * mix_stride + kStreams + lane] = m[lane];
     return;
   }
+  const float share = sigmoid(coefficient);
+  if (posts && t < n && lane >= kStreams && lane < 2 * kStreams) mix[t * mix_stride + lane - kStreams] = 2.0f * share;
   float value[4] = {0, 0, 0, 0}, square = 0.0f;
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
@@ -234,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 2 && kRows == 1 ? 2 : 1)
 
 // As launch_kernel, by clusters.
 template <class... P>
-cudaLaunchConfig_t clusters_config(void (*kernel)(P...), unsigned blocks, unsigned clusters,
+cudaLaunchConfig_t clusters_config(void (*kernel)(P...), unsigned threads, unsigned blocks, unsigned clusters,
                                    cudaLaunchAttribute (&attributes)[2]) {
   DS4_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -243,15 +263,16 @@ cudaLaunchConfig_t clusters_config(void (*kernel)(P...), unsigned blocks, unsign
   attributes[1].val.clusterDim = {blocks, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks, clusters);
-  config.blockDim = kThreads;
+  config.blockDim = threads;
   config.attrs = attributes;
   config.numAttrs = 2;
   return config;
 }
 template <class... P, class... A>
-void launch_clusters(cudaStream_t stream, unsigned blocks, unsigned clusters, void (*kernel)(P...), A&&... args) {
+void launch_clusters(cudaStream_t stream, unsigned threads, unsigned blocks, unsigned clusters, void (*kernel)(P...),
+                     A&&... args) {
   cudaLaunchAttribute attributes[2]{};
-  auto config = clusters_config(kernel, blocks, clusters, attributes);
+  auto config = clusters_config(kernel, threads, blocks, clusters, attributes);
   config.stream = stream;
   DS4_CUDA(cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...));
 }
@@ -263,7 +284,7 @@ int most_blocks() {
     if (!hopper_kernels()) return n;
     cudaLaunchAttribute attributes[2]{};
     const auto kernel = mix_and_norm_kernel<__half, 4, 1>;
-    const auto config = clusters_config(kernel, 1, 1, attributes);
+    const auto config = clusters_config(kernel, 32 * kTeams * 4, 1, 1, attributes);
     DS4_CUDA(cudaOccupancyMaxPotentialClusterSize(&n, kernel, &config));
     return n;
   }();
@@ -304,23 +325,23 @@ bool mix_and_norm(Context& context, const HyperConnection& hc, const Tensor* out
   const Activations codes = context.keep_rounded(Context::OfLayer, y);
   if (streams.n > kFewRows && mix_many_rows(context, s, a, gain, eps, out, more, streams, y, mix, codes)) return true;
   const auto launch = [&](auto kernel, const auto* data, int64_t rows) {
-    launch_clusters(context.device.stream(), static_cast<unsigned>(blocks),
+    launch_clusters(context.device.stream(), static_cast<unsigned>(32 * kTeams * tiles), static_cast<unsigned>(blocks),
                     static_cast<unsigned>((streams.n + rows - 1) / rows), kernel, data, s.stride, a, gain, eps,
                     streams.data, streams.stride, out ? out->data : nullptr, out ? out->stride : 0, more, mix.data,
                     mix.stride, y.data, y.stride, streams.n, codes);
   };
-  // Clusters that have to wait for others would take twice as long.
+  constexpr int kClusters = 7;  // of sixteen blocks, that run at once: waiting for others takes twice as long
   const auto of_type = [&]<class T>(const T* data) {
     if constexpr (sizeof(T) == 4)
       launch(mix_and_norm_kernel<T, 4, 1>, data, 1);
     else if (!often)
       streams.n <= 8 ? launch(mix_and_norm_kernel<T, 4, 1>, data, 1) : launch(mix_and_norm_kernel<T, 4, 2>, data, 2);
-    else if (streams.n <= 4)
+    else if (streams.n <= kClusters)
       launch(mix_and_norm_kernel<T, 2, 1>, data, 1);
-    else if (streams.n <= 8)
+    else if (streams.n <= 2 * kClusters)
       launch(mix_and_norm_kernel<T, 2, 2>, data, 2);
     else
-      launch(mix_and_norm_kernel<T, 2, 4>, data, 4);
+      launch(mix_and_norm_kernel<T, 2, 3>, data, 3);
   };
   if (s.type == DType::F16)
     of_type(s.memory.as<__half>());
