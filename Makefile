@@ -34,13 +34,14 @@ SANITIZED  = build/sanitize
 SAN_TESTS  = tests/native tests/test_core.py tests/test_json.py tests/test_dsml.py tests/test_rax.py \
              tests/engine/test_session.py tests/engine/test_payload.py tests/engine/test_sampler.py tests/engine/test_draw.py
 
-.PHONY: serve test lint cuda-check arm-check check-arm test-clients test-agents test-sanitize fuzz fuzz-long clean help
+.PHONY: serve test lint cuda-check arm-check check-arm check-threads test-clients test-agents test-sanitize fuzz fuzz-long clean help
 
 help:
 	@echo "make serve          build, fetch the demo model, start ds4-server on $(HOST):$(PORT) with $(SLOTS) slots"
 	@echo "make test           build, lint, run the tests, two real clients, the fuzz targets and the sanitized tests"
 	@echo "make cuda-check     compile some CUDA sources, where nvcc is installed; DS4_CUDA=1 builds the backend"
 	@echo "make check-arm      the CPU backend for Armv8.2 beside the oracle, with a cross compiler under an emulator"
+	@echo "make check-threads  sessions that decode side by side on the CPU backend, under ThreadSanitizer"
 	@echo "make test-clients   all real clients (installs them into $(CLIENTS_DIR)); CLIENT=codex runs one"
 	@echo "make test-sanitize  the native and Cython tests under ASan and UBSan"
 	@echo "make fuzz           the fuzz targets with sanitizers, FUZZ_SECONDS=60 each; fuzz-long: half an hour each"
@@ -99,6 +100,10 @@ check-arm:
 	  { echo "check-arm: $$tool is not installed (Debian: g++-aarch64-linux-gnu, qemu-user)"; exit 1; }; done
 	$(MAKE) -s -f tests/native/Makefile CXX="$(ARM_CXX)" BUILD=$(ARM_FOLDER) LDFLAGS=-static
 	$(ARM_RUN) $(ARM_FOLDER)/cpu_check
+
+check-threads:
+	$(MAKE) -s -f tests/native/Makefile SANITIZE=thread BUILD=build/check-threads
+	build/check-threads/cpu_check lanes
 
 test: lint cuda-check arm-check
 	$(BIN)/pytest

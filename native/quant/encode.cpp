@@ -16,7 +16,9 @@
 
 // The inner loops are worth a version for each width of vector; contraction is off and sums keep their order, so that
 // all give the same blocks.
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+// Sanitizers are not there yet when the loader chooses.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)
 #define DS4_WIDE __attribute__((flatten, target_clones("default", "avx2", "avx512f")))
 #else
 #define DS4_WIDE

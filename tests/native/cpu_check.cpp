@@ -1,12 +1,13 @@
 // cpu_check: the CPU backend's operations and models against the reference, without Python, so that it runs under an
 // emulator of another architecture.
 //
-//   cpu_check [ops] [latent] [models] [drafts] [--isa NAME] [--threads N] [--seed S]
+//   cpu_check [ops] [latent] [models] [drafts] [lanes] [--isa NAME] [--threads N] [--seed S]
 //
 // No part named: all of them. Exit status 1 when a check failed.
 #include <cstdlib>
 #include <set>
 
+#include "check_lanes.h"
 #include "common.h"
 #include "cpu/cpu.h"
 
@@ -48,5 +49,6 @@ int main(int argc, char** argv) {
   part("latent", [&] { check_latent(*ops, results, seed, traits); });
   part("models", [&] { check_models(*ops, results, seed); });
   part("drafts", [&] { check_drafts(*ops, results, seed); });
+  part("lanes", [&] { check_lanes(*ops, results, seed); });
   return results.failed ? 1 : 0;
 }
