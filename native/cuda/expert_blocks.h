@@ -89,17 +89,21 @@ __device__ __forceinline__ void prefetch_scales(const Planes& w, uint32_t tile, 
 
 // The code book of IQ2_XXS with one word a lane: entry e of lane l stands at byte 256 e + 4 l, once with the magnitudes
 // in the low two bits of each nibble and the sign's place above them, once (128 bytes on) with the sign's place below.
-__device__ __forceinline__ void fill_book(uint8_t* book, const Planes& w) {
-  constexpr int kEach = 256 * 16 / kExpertThreads;
+struct BookWords {
+  static constexpr int kEach = 256 * 16 / kExpertThreads;  // of a thread
   uint32_t v[kEach];
+  __device__ __forceinline__ void load(const Planes& w) {
 #pragma unroll
-  for (int k = 0; k < kEach; ++k) v[k] = __ldg(w.grid + (threadIdx.x + k * kExpertThreads) / 16);
-#pragma unroll
-  for (int k = 0; k < kEach; ++k) {
-    const uint32_t word = threadIdx.x & 8 ? v[k] << 1 : v[k];
-    reinterpret_cast<uint4*>(book)[threadIdx.x + k * kExpertThreads] = make_uint4(word, word, word, word);
+    for (int k = 0; k < kEach; ++k) v[k] = __ldg(w.grid + (threadIdx.x + k * kExpertThreads) / 16);
   }
-}
+  __device__ __forceinline__ void store(uint8_t* book) const {
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const uint32_t word = threadIdx.x & 8 ? v[k] << 1 : v[k];
+      reinterpret_cast<uint4*>(book)[threadIdx.x + k * kExpertThreads] = make_uint4(word, word, word, word);
+    }
+  }
+};
 
 // A tile's words of a lane -> the A operands of its four blocks, as decode_codes has them but for Q2_K's scales.
 template <DType type>
@@ -518,7 +522,11 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_blocks(Planes w, Exp
   uint8_t* const slots = zeros + kZeroBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int cols = kChains * kChainTiles * kTileCols, record = Shape::record(cols);
-  if constexpr (Shape::kBook > 0) fill_book(book, w);
+  if constexpr (Shape::kBook > 0) {
+    BookWords words;
+    words.load(w);
+    words.store(book);
+  }
   if (threadIdx.x < kZeroBytes / 16) reinterpret_cast<uint4*>(zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
   bool waits = x.early;
   if (!waits) begin_before_next();
@@ -533,8 +541,10 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_blocks(Planes w, Exp
       const int of = unit < second ? lead : lead + 1;
       return static_cast<uint32_t>(leaders.expert[of] * each + unit - of * each) * kUnitTiles;
     };
-    // Warps have as many units each; those that are left are shared, a quarter each, before them.
-    const int begin = max(first, lead * each), left = (end - begin) % kExpertWarps, quarters = 4 * left;
+    // Warps have as many units each; those that are left are shared, a quarter each, before them. Quarters
+    // take longer by the work, so without whole units only as many as are done at once.
+    const int begin = max(first, lead * each), over = (end - begin) % kExpertWarps,
+              left = end - begin > kExpertWarps || over <= 4 ? over : 0, quarters = 4 * left;
     const auto quarter_of = [&](int q) { return tile_of(begin + q / 4) + q % 4 * (2 * kChainTiles); };
     int unit = begin + left + warp, quarter = warp;
     uint32_t words[Shape::kAhead][2 * L::kQ] = {}, tile = 0;

@@ -7,7 +7,8 @@
 // the bits are the other kernels'.
 //
 // Bytes: each weight once. A warp asks for its first piece as soon as it knows the experts, and for the others to come
-// to the second cache; the code book is filled and the row rounded while they are on their way.
+// to the second cache; the code book is filled, from words asked for before, and the row rounded while they are on
+// their way.
 #pragma once
 
 #include "cuda/expert_blocks.h"
@@ -79,6 +80,8 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_row(Planes w, Expert
   const int last = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
   const int lead = units.first / units.each, pieces = (last - units.first) * kPieces;
   units.second = (lead + 1) * units.each;
+  BookWords entries;  // behind the weights they would come as late
+  if constexpr (Shape::kBook > 0) entries.load(w);
   if (!x.early) begin_before_next();
   units.experts[0] = __ldcg(p.experts + lead);
   units.experts[1] = __ldcg(p.experts + min(lead + 1, pairs - 1));
@@ -128,7 +131,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_row(Planes w, Expert
         prefetch(w.d + at / 2 * (16 * L::kD));
     }
   }
-  if constexpr (Shape::kBook > 0) fill_book(book, w);
+  if constexpr (Shape::kBook > 0) entries.store(book);
   if (threadIdx.x < kZeroBytes / 16) reinterpret_cast<uint4*>(zeros)[threadIdx.x] = make_uint4(0, 0, 0, 0);
   if (x.early) begin_before_next();
   constexpr int kTileColumns = R::kCols / kTileCols;

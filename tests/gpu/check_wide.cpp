@@ -66,8 +66,12 @@ void check_wide(Ops& ops, Results& r, uint64_t seed, bool some) {
           return download(on, y.rows(0, n));
         };
         const auto all = rows(ops, weights, T, T);
+        // Rounding x and the hidden rows to 8 bits leaves 1 %. The minimums of Q4_K give all outputs a part in common,
+        // the sum of a row times the weights' mean, whose error is large where the sum is small: with nothing but that
+        // rounding, 48 random inputs gave 0.06 to 7 %.
+        const double bound = gate_type == DType::Q4_K || down_type == DType::Q4_K ? 2e-1 : 2e-2;
         if (kind == 0 && !some)
-          r.close({all.begin(), all.begin() + few * H}, rows(*reference, load(*reference), few, few), 2e-2, what);
+          r.close({all.begin(), all.begin() + few * H}, rows(*reference, load(*reference), few, few), bound, what);
         for (const int64_t group : groups)
           r.equal(rows(ops, weights, T, group), all, what + " in groups of " + std::to_string(group));
       }
