@@ -10,8 +10,8 @@ namespace ds4::deepseek4 {
 namespace {
 
 // Lanes (Ops::beside) of a layer.
-constexpr int kKeyLane = 0;  // the token's own key row; the indexer's queries
-constexpr int kRowLane = 1;  // compressed rows; what is smaller of routing and shared expert
+constexpr int kKeyLane = 0;  // what the token adds: its key row; of few rows also compressed rows
+constexpr int kRowLane = 1;  // compressed rows of many, the indexer of few; the smaller of routing and shared expert
 
 // Steps of up to so many rows read every matrix once: products follow each other, each at the memory's whole rate, and
 // what is small runs beside the largest of them.
