@@ -165,6 +165,8 @@ class Lookup:
         self._reach: dict[int, tuple[int, SessionLike | None]] = {}
         self._begins: dict[int, bool] = {}
         self._by_text: dict[int, tuple[Reuse | None, int]] = {}
+        self._sources: tuple[Slot, ...] = ()
+        self._sources_beyond: int | None = None
         self._entry: Entry | None = None
         self._asked_beyond: int | None = None
 
@@ -221,6 +223,20 @@ class Lookup:
             found = _by_text(slot, self, beyond)
             self._by_text[slot.index] = found, beyond
         return found if found is not None and found.tokens > beyond else None
+
+    def sources(self, beyond: int) -> tuple[Slot, ...]:
+        """The slots that have more than `beyond` tokens of the prompt, in one way or the other, and maybe some that
+        have less: each slot of a decision asks, and mostly there are none."""
+        if self._sources_beyond is None or beyond < self._sources_beyond:
+            self._sources_beyond = beyond
+            self._sources = tuple(
+                slot
+                for slot in self.slots
+                if not slot.loading
+                and slot.session.n_tokens > beyond
+                and (self.reach(slot, beyond)[0] > beyond or self.by_text(slot, max(beyond, NEAR)) is not None)
+            )
+        return self._sources
 
     def checkpoint(self, beyond: int) -> Entry | None:
         """The best checkpoint on disk with more than `beyond` tokens."""
@@ -365,8 +381,8 @@ class Fork:
 
     def probe(self, slot: Slot, lookup: Lookup, beyond: int) -> Reuse | None:
         best: Reuse | None = None
-        for other in lookup.slots:
-            if other is slot or other.loading or other.session.n_tokens <= beyond:
+        for other in lookup.sources(beyond):
+            if other is slot:
                 continue
             most = max(beyond, best.tokens if best else 0)
             kept, state = lookup.reach(other, most)

@@ -108,6 +108,41 @@ def test_fork_needs_a_family_that_can_be_cut_or_the_whole_other_slot() -> None:
     assert probe(slots[0], Lookup(query(*shared, 1000), slots)) == NOTHING
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_decision_has_found_out_changes_no_answer(seed: int) -> None:
+    """One look-up for all slots against a new one for each, whatever was asked for before."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    common = [rng.randrange(97, 123) for _ in range(200)]
+
+    def history() -> list[int]:
+        return common[: rng.choice((0, 10, 33, 40, 70, 150))] + [
+            rng.randrange(97, 123) for _ in range(rng.randrange(40))
+        ]
+
+    slots = slots_with(*(history() for _ in range(6)), rewinds=seed % 2 == 0, slack=64)
+    asked = query(*history(), 1)
+    lookup = Lookup(asked, slots)
+    for beyond in [rng.choice((0, 0, 5, 20, 60)) for _ in range(12)]:
+        slot = rng.choice(list(slots))
+        found, fresh = probe(slot, lookup, beyond), probe(slot, Lookup(asked, slots), beyond)
+        assert (found.kind, found.tokens) == (fresh.kind, fresh.tokens)
+
+
+def test_sources_are_looked_for_once_in_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = slots_with(*([i] * 50 for i in range(8)))
+    lookup, reached = Lookup(query(*[99] * 50), slots), Counter[int]()
+    reach = lookup.reach
+
+    def counted(slot: Slot, beyond: int = 0) -> object:
+        reached[slot.index] += 1
+        return reach(slot, beyond)
+
+    monkeypatch.setattr(lookup, "reach", counted)
+    assert {probe(slot, lookup) for slot in slots} == {NOTHING}
+    assert set(reached.values()) == {2}, "each slot's own, and once as a source for all"
+
+
 def test_a_tier_that_fails_after_all_leaves_an_empty_session(monkeypatch: pytest.MonkeyPatch) -> None:
     slot = slots_with([1, 2, 9])[0]
     reuse = probe(slot, Lookup(query(1, 2, 3)))
