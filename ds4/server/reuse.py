@@ -443,6 +443,10 @@ LADDER: dict[str, Tier] = {
 }
 
 
+_WITHOUT_NAMES = tuple(tier for tier in LADDER.values() if not isinstance(tier, VisibleText | ToolOutput))
+"""What there is to ask where the client saw what the state holds, and no turn with calls is gone on with."""
+
+
 def probe(slot: Slot, lookup: Lookup, beyond: int = 0) -> Reuse:
     """The best that `slot` can do for the prompt; NOTHING too when it keeps no more than `beyond` tokens."""
     if lookup.query.continues is not None and lookup.query.continues.required:
@@ -450,7 +454,7 @@ def probe(slot: Slot, lookup: Lookup, beyond: int = 0) -> Reuse:
     best = NOTHING
     # Nothing is better than to evaluate one token, but for what the client saw, which stands for the state itself.
     enough = len(lookup.query.prompt) - 1 if slot.visible is None else sys.maxsize
-    for tier in LADDER.values():
+    for tier in LADDER.values() if slot.visible is not None or lookup.query.continues is not None else _WITHOUT_NAMES:
         if best.tokens >= enough > 0:
             break
         least = max(best.tokens, beyond) + tier.margin
