@@ -75,8 +75,9 @@ struct StepGraph {
 
 // Steps of more rows gain nothing from a graph.
 constexpr size_t kGraphRows = 32;
-// Of more rows a product takes all registers of a multiprocessor, and blocks of a lane's kernel would be in its way.
-constexpr size_t kEarlyRows = 8;
+// Of more rows, blocks of a lane's first kernel take room that the next product's need to load behind
+// hyper-connections.
+constexpr size_t kEarlyRows = 1;
 constexpr size_t kMostGraphs = 64;
 
 // At the end of an operation: its output is no longer what was kept of it.
