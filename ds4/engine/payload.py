@@ -8,6 +8,7 @@ stores the payload.
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,8 @@ VERSION = 2
 _PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the header
 _MAX_HEADER = 1 << 20
 _MAX_NUMBER = 1 << 53
-_CHUNK = 1 << 20
+_CHUNK = 1 << 17
+"""Bytes of a file that are read at once; an allocator keeps more of what is larger."""
 _GROUP, _DEVICE_GROUP = 4 << 20, 32 << 20
 """Bytes of rows, of as many buffers as it takes, that are exported or imported with one call. Steps of other sessions
 come between as the session sees fit: a call for each buffer would wait for a step each. From a device rows come so
@@ -122,6 +124,11 @@ def _groups(model: _cpu.Model, parts: Iterable[_Rows]) -> Iterator[tuple[list[_R
         yield group, size
 
 
+def _pages(size: int) -> memoryview:
+    """Memory that the system has back as soon as nobody holds it; an allocator would keep a piece of this size."""
+    return memoryview(mmap.mmap(-1, size))
+
+
 def _ranges(group: list[_Rows]) -> list[tuple[int, int, int]]:
     return [(rows.index, rows.first, rows.count) for rows in group if rows.index is not None]
 
@@ -173,12 +180,12 @@ def write_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerp
     put(tokens.astype("<i4").tobytes())
     if logits is not None:
         put(logits.astype("<f4").tobytes())
-    scratch = bytearray()
+    scratch = memoryview(b"")
     rows = (_Rows(i, 0, buffer.rows, _row_bytes(model, i)) for i, buffer in enumerate(header.buffers))
     for group, size in _groups(model, rows):
         if size > len(scratch):
-            scratch = bytearray(size)
-        view = memoryview(scratch)[:size]
+            scratch = _pages(size)
+        view = scratch[:size]
         session.export_rows(_ranges(group), view)
         for at in range(0, size, _GROUP):
             put(view[at : at + _GROUP])
@@ -259,11 +266,11 @@ def read_payload(model: _cpu.Model, session: _cpu.Session, family: str, fingerpr
             raise CheckpointError("payload is damaged: a logit is not a number")
     try:
         session.begin_import(tokens, header.longest)
-        scratch = bytearray()
+        scratch = memoryview(b"")
         for group, size in _groups(model, _stored_rows(version, header, indices, sizes)):
             if size > len(scratch):
-                scratch = bytearray(size)
-            view = memoryview(scratch)[:size]
+                scratch = _pages(size)
+            view = scratch[:size]
             _read_into(file, view, "rows")
             if ranges := _ranges(group):
                 session.import_rows(ranges, view)

@@ -7,6 +7,7 @@ import json
 import struct
 import threading
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,25 @@ def test_saves_and_loads_beside_steps() -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_the_allocator_is_left_with_nothing_large(tmp_path: Path) -> None:
+    """It would keep a buffer of some MB for good: 16 slots of a small model have 5 MB more then."""
+    model = open_model(TinyLlama.make(layers=48), "cpu")[0]
+    session, restored = Session(model, CTX), Session(model, CTX)
+    session.sync(random_tokens(250, 24))
+    size = session.payload_bytes()
+    tracemalloc.start()
+    try:
+        with (tmp_path / "saved").open("w+b") as file:
+            session.save(file)
+            file.seek(0)
+            restored.load(file)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert restored.tokens.tolist() == session.tokens.tolist()
+    assert size > 1 << 20 and peak < size // 4
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
