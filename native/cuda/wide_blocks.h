@@ -19,6 +19,13 @@ namespace ds4::cuda {
 constexpr int kWideGroups = 4;
 constexpr int kWideWarps = 4 * kWideGroups;
 constexpr int kWideThreads = 32 * kWideWarps + 128;  // the last group asks for what the others compute with
+// Lanes of a warp that say that a stage may be written again. One is enough behind the warp's barrier, but racecheck
+// takes an arrival for the arriving thread alone.
+#ifdef DS4_RACECHECK
+constexpr int kLeaving = 32;
+#else
+constexpr int kLeaving = 1;
+#endif
 
 template <DType type>
 constexpr bool kWideKernel = type == DType::Q8_0;
@@ -113,7 +120,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_blocks(Planes w, Activat
   __shared__ int turns[4];  // chains that are added up, of each warp of a group
   if (threadIdx.x == 0) {
     for (uint32_t i = 0; i < kStages; ++i)
-      init_barrier(shared_address(&full[i]), 4), init_barrier(shared_address(&empty[i]), kWideWarps);
+      init_barrier(shared_address(&full[i]), 4), init_barrier(shared_address(&empty[i]), kLeaving * kWideWarps);
     for (int& v : turns) v = 0;
     fence_barriers();
   }
@@ -234,7 +241,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_blocks(Planes w, Activat
           }
         }
         __syncwarp();
-        if (lane == 0) arrive(shared_address(&empty[stage]));
+        if (lane < kLeaving) arrive(shared_address(&empty[stage]));
         const int tile = tile_of(step, split);
         const bool last = tile == p.tiles_k - 1;
         if (tile >= p.tiles_k || (tile % kChainTiles != kChainTiles - 1 && !last)) continue;
