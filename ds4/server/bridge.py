@@ -181,6 +181,7 @@ class Bridge:
 
     def close(self) -> None:
         """After the engine thread's end: nothing is heard any more."""
+        self._log_routes()
         self._loop.remove_reader(self._ear.fileno())
         self._ear.close()
         self._bell.close()

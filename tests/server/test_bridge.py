@@ -233,6 +233,19 @@ def test_a_route_is_logged_when_its_events_are_spread(monkeypatch: pytest.Monkey
     run(test)
 
 
+def test_routes_that_nothing_followed_are_logged_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(bridge_module, "log_route", lines.append)
+
+    async def test() -> None:
+        bridge = Bridge(asyncio.get_running_loop())
+        bridge.log_route("to slot 1")
+        bridge.close()
+
+    asyncio.run(test())
+    assert lines == ["to slot 1"]
+
+
 @pytest.mark.parametrize(("cores", "wanted"), [(2, True), (1, True), (2, False)])
 def test_a_first_token_leaves_before_the_next_step(cores: int, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the step would keep the loop from it, and the loop has a core. Later tokens are waited for nowhere."""

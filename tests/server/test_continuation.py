@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -136,16 +137,27 @@ class Talk:
         return sum(step.n_tokens for step in self.engine.steps)
 
 
+Routes = Callable[[int], list[str]]
+
+
 @pytest.fixture
-def routes(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The tier of each decision, read from the log."""
+def routes(caplog: pytest.LogCaptureFixture) -> Iterator[Routes]:
+    """The tiers of so many decisions, read from the log, which may have them a moment after the answer."""
     found: list[str] = []
+    came = threading.Condition()
 
     class Reader(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             match = re.search(r"slot \d+: ([\w-]+)", record.getMessage())
             if match:
-                found.append(match[1])
+                with came:
+                    found.append(match[1])
+                    came.notify_all()
+
+    def decisions(n: int) -> list[str]:
+        with came:
+            assert came.wait_for(lambda: len(found) >= n, timeout=10)
+            return list(found)
 
     logger = logging.getLogger("ds4.slots")
     handler = Reader()
@@ -153,16 +165,14 @@ def routes(caplog: pytest.LogCaptureFixture) -> list[str]:
     level = logger.level
     logger.setLevel(logging.INFO)
     try:
-        yield found  # type: ignore[misc]
+        yield decisions
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["results alone", "whole history"])
-def test_only_what_follows_the_calls_is_evaluated(
-    serve: Serve, dialect: Dialect, routes: list[str], alone: bool
-) -> None:
+def test_only_what_follows_the_calls_is_evaluated(serve: Serve, dialect: Dialect, routes: Routes, alone: bool) -> None:
     talk = Talk(serve, dialect, calling("sea", "sky"), saying("Both are blue."))
     first = talk.ask(talk.dialect.user("Look!"))
     before, held = talk.evaluated, talk.live()
@@ -173,7 +183,8 @@ def test_only_what_follows_the_calls_is_evaluated(
     items = results if alone else [*dialect.user("Look!"), *dialect.turn(first, reorder=True), *results]
     second = talk.ask(items)
     assert dialect.text(second) == "Both are blue."
-    assert routes[1] == f"{dialect.what.lower()}-tool-output" or (not alone and routes[1] == "responses-visible")
+    tier = routes(2)[1]
+    assert tier == f"{dialect.what.lower()}-tool-output" or (not alone and tier == "responses-visible")
     live = talk.live()
     assert live.startswith(held), "what was sampled stays, hidden reasoning too"
     tail = live[len(held) :]
@@ -229,7 +240,7 @@ def test_ids_that_were_never_known_are_400(serve: Serve, dialect: Dialect) -> No
     assert talk.engine.steps == []
 
 
-def test_the_bound_slot_is_taken_although_another_has_more(serve: Serve, dialect: Dialect, routes: list[str]) -> None:
+def test_the_bound_slot_is_taken_although_another_has_more(serve: Serve, dialect: Dialect, routes: Routes) -> None:
     """Two agents with one system prompt; each goes on in its own state."""
     talk = Talk(serve, dialect, calling("sea"), calling("sky"), saying("one"), saying("two"), slots=2)
     shared = "A long beginning. " * 30
@@ -237,7 +248,7 @@ def test_the_bound_slot_is_taken_although_another_has_more(serve: Serve, dialect
     for answer, text in zip(first, ("one", "two"), strict=True):
         said = talk.ask(dialect.results(dialect.calls(answer)))
         assert dialect.text(said) == text
-    assert routes[2:] == [f"{dialect.what.lower()}-tool-output"] * 2
+    assert routes(4)[2:] == [f"{dialect.what.lower()}-tool-output"] * 2
 
 
 def test_two_answers_to_the_same_calls(serve: Serve, dialect: Dialect) -> None:
@@ -250,12 +261,12 @@ def test_two_answers_to_the_same_calls(serve: Serve, dialect: Dialect) -> None:
     assert dialect.text(talk.ask([*dialect.user("Look!"), *dialect.turn(first), *results])) == "two"
 
 
-def test_an_edited_history_is_not_the_live_one(serve: Serve, dialect: Dialect, routes: list[str]) -> None:
+def test_an_edited_history_is_not_the_live_one(serve: Serve, dialect: Dialect, routes: Routes) -> None:
     talk = Talk(serve, dialect, calling("sea"), saying("x"))
     first = talk.ask(dialect.user("Look at it!"))
     results = dialect.results(dialect.calls(first))
     talk.ask([*dialect.user("Look at me!"), *dialect.turn(first), *results])
-    assert routes[1] == "memory-rewind"
+    assert routes(2)[1] == "memory-rewind"
     assert "Look at it!" not in talk.live() and "I shall look." not in talk.live()
 
 
@@ -342,9 +353,7 @@ def test_a_chat_client_that_spells_its_calls_anew_evaluates_its_results_only(ser
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_sampled_calls_are_given_up_only_where_nothing_binds_them(
-    serve: Serve, routes: list[str], replay: bool
-) -> None:
+def test_sampled_calls_are_given_up_only_where_nothing_binds_them(serve: Serve, routes: Routes, replay: bool) -> None:
     """A Chat client sends its calls with other spelling. Replayed exactly they stand as sampled; without replay the
     state is cut to where the rendered call differs, and no more than that is evaluated again."""
     engine_script = calling("sea", thought="")[1:]  # thinking is off
@@ -364,10 +373,10 @@ def test_sampled_calls_are_given_up_only_where_nothing_binds_them(
     usage = server.http.post(chat, json={"messages": [user, turn, result], **fields}).json()["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     if replay:
-        assert routes[1] == "memory-token"
+        assert routes(2)[1] == "memory-token"
         assert cached == len(held)
     else:
-        assert routes[1] == "memory-rewind"
+        assert routes(2)[1] == "memory-rewind"
         differs = "".join(engine_script).index('name="b"') + len('name="')
         assert (
             cached >= prompt + len(re.findall("</think>|｜DSML｜|.", "".join(engine_script)[:differs], re.DOTALL)) - 1
